@@ -1,0 +1,159 @@
+"""The whole configuration, its cross-field checks, and reading it from YAML with key=value overrides."""
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from megnorm.config.base import ConfigError, Section
+from megnorm.config.model import ModelConfig
+from megnorm.config.run import (
+    CheckpointConfig,
+    DataConfig,
+    ObserveConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+
+
+class Config(Section):
+    """One run."""
+
+    run_dir: str
+    seed: int = 1234
+    model: ModelConfig
+    data: DataConfig
+    parallel: ParallelConfig = ParallelConfig()
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig = ScheduleConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    observe: ObserveConfig = ObserveConfig()
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Target tokens of one global batch."""
+        return self.train.global_batch * self.data.sequence_length
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run; a duration in tokens is rounded up to whole steps."""
+        if self.train.steps is not None:
+            return self.train.steps
+        return -(-self.train.tokens // self.tokens_per_step)
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML that refuses a key given twice, and reads 3e-4 as a number."""
+
+    def construct_mapping(self, node, deep=False):
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=deep)
+            if key in seen:
+                raise ConfigError(f"line {key_node.start_mark.line + 1}: the key {key!r} stands twice")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_UniqueKeys.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_UniqueKeys.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def read_yaml(text: str, origin: str) -> Any:
+    """Parse YAML text; ``origin`` names it in errors."""
+    try:
+        return yaml.load(text, Loader=_UniqueKeys)
+    except ConfigError as error:
+        raise ConfigError(f"{origin}: {error}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}:" if mark else ""
+        raise ConfigError(f"{origin}:{where} not valid YAML: {getattr(error, 'problem', error)}") from None
+
+
+def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
+    """Read a configuration file, apply ``key.sub=value`` overrides, check everything.
+
+    Raises ConfigError with one message: which value, which rule, the nearest right name.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise ConfigError(f"no configuration file {path}{hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+    raw = read_yaml(text, str(path))
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: a configuration is a mapping of sections, not {type(raw).__name__}")
+    for override in overrides:
+        apply_override(raw, override)
+    return parse_config(raw, str(path))
+
+
+def apply_override(raw: dict, override: str) -> None:
+    """Set one value: ``train.steps=100``, ``model.norm=pre``; the value is YAML."""
+    key, sign, value = override.partition("=")
+    if not sign or not key:
+        raise ConfigError(f"override {override!r} is not of the form key.sub=value")
+    *sections, name = key.split(".")
+    node = raw
+    for section in sections:
+        child = node.setdefault(section, {})
+        if section == "norm" and isinstance(child, str):
+            child = node[section] = {"scheme": child}
+        if not isinstance(child, dict):
+            raise ConfigError(f"override {override!r}: {section!r} is the value {child!r}, not a section")
+        node = child
+    node[name] = read_yaml(value, f"override {override!r}")
+
+
+def parse_config(raw: dict, origin: str = "config") -> Config:
+    """A mapping as a checked Config; every error in one ConfigError, a line each."""
+    try:
+        return Config.model_validate(raw, strict=None)
+    except ValidationError as error:
+        lines = [_explain(item, raw) for item in error.errors()]
+        raise ConfigError(f"{origin}: " + ("\n  ".join([""] + lines) if len(lines) > 1 else lines[0])) from None
+
+
+def dump_config(config: Config) -> str:
+    """YAML that load_config reads back to an equal Config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _explain(item: dict, raw: dict) -> str:
+    where = ".".join(str(part) for part in item["loc"] if not str(part).startswith("function-"))
+    if item["type"] == "extra_forbidden":
+        names = _siblings(item["loc"])
+        near = difflib.get_close_matches(str(item["loc"][-1]), names, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(names)}"
+        return f"unknown key {where!r}; {hint}"
+    if item["type"] == "missing":
+        return f"{where!r} is missing"
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "value_error":
+        return f"{where}: {message}" if where else message
+    return f"{where}={item['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _siblings(loc: tuple) -> list[str]:
+    section: type[Section] = Config
+    for part in loc[:-1]:
+        field = section.model_fields.get(part)
+        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, Section)):
+            return []
+        section = field.annotation
+    return list(section.model_fields)

@@ -1,0 +1,100 @@
+"""The decoder: sizes, activation, norm placement, initialisation."""
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from megnorm.config.base import Section
+from megnorm.config.placement import NormKind, Rounding
+
+
+class NormConfig(Section):
+    """``norm: hybrid_star`` in short, or a scheme with options and overrides by layer.
+
+    ``overrides`` maps a layer selector ("0", "-1", "4:8", "first 2", "last 25%") to slots, as
+    ``{attention: {in_norm: default, residual_from: raw}, ffn: {out_norm: none}}``; "default" stands for
+    the norm that this section describes, "none" for no norm, a mapping for a norm with other options.
+    """
+
+    scheme: str = "pre"
+    kind: NormKind = "rms"
+    eps: float = Field(1e-5, ge=0)
+    bias: bool = False
+    rounding: Rounding = "gain_then_cast"
+    overrides: dict[str, dict[Literal["attention", "ffn"], dict[str, Any]]] = {}
+
+    @field_validator("overrides", mode="before")
+    @classmethod
+    def _selectors_are_text(cls, value: Any) -> Any:
+        return {str(key): slots for key, slots in value.items()} if isinstance(value, dict) else value
+
+
+class InitConfig(Section):
+    """``normal``: every matrix N(0, std). ``megatron``: also divides the output matrices' std by sqrt(2 L).
+
+    std defaults to 1/sqrt(2.5 hidden); samples lie within ``cut`` standard deviations.
+    """
+
+    policy: Literal["normal", "megatron"] = "megatron"
+    std: float | None = Field(None, gt=0)
+    cut: float = Field(3.0, gt=0)
+
+
+class ModelConfig(Section):
+    """A decoder-only transformer. Omitted sizes: kv_heads = heads, head_size = hidden / heads,
+    ffn_hidden = 4 hidden (8/3 hidden rounded up to 64 for SwiGLU), vocab_size = the tokenizer's."""
+
+    layers: int = Field(gt=0)
+    hidden: int = Field(gt=0)
+    heads: int = Field(gt=0)
+    kv_heads: int | None = Field(None, gt=0)
+    head_size: int | None = Field(None, gt=0)
+    ffn_hidden: int | None = Field(None, gt=0)
+    activation: Literal["swiglu", "gelu", "relu2"] = "swiglu"
+    bias: bool = False
+    vocab_size: int | None = Field(None, gt=0)
+    pad_vocab_to: int = Field(128, gt=0)
+    tie_embeddings: bool = True
+    rope_theta: float = Field(10000.0, gt=0)
+    norm: NormConfig = NormConfig()
+    init: InitConfig = InitConfig()
+
+    @field_validator("norm", mode="before")
+    @classmethod
+    def _scheme_in_short(cls, value: Any) -> Any:
+        return {"scheme": value} if isinstance(value, str) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_sizes(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        value = dict(value)
+        hidden, heads = value.get("hidden"), value.get("heads")
+        if isinstance(heads, int) and value.get("kv_heads") is None:
+            value["kv_heads"] = heads
+        if isinstance(heads, int) and heads > 0 and isinstance(hidden, int):
+            if value.get("head_size") is None:
+                if hidden % heads:
+                    raise ValueError(f"hidden={hidden} is not divisible by heads={heads}: "
+                                     "change one of them, or give head_size")
+                value["head_size"] = hidden // heads
+            if value.get("ffn_hidden") is None:
+                gated = value.get("activation", "swiglu") == "swiglu"
+                value["ffn_hidden"] = -(-8 * hidden // 3 // 64) * 64 if gated else 4 * hidden
+        return value
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> "ModelConfig":
+        if self.heads % self.kv_heads:
+            divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
+            raise ValueError(f"heads={self.heads} is not divisible by kv_heads={self.kv_heads}: "
+                             f"kv_heads may be one of {divisors}")
+        if self.head_size % 2:
+            raise ValueError(f"head_size={self.head_size} is odd: rotary positions turn pairs of channels")
+        return self
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding: the vocabulary rounded up to ``pad_vocab_to``; the same for every layout."""
+        return -(-self.vocab_size // self.pad_vocab_to) * self.pad_vocab_to
