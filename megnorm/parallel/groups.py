@@ -1,0 +1,39 @@
+"""Process groups of a layout, as one value that is handed to whoever needs them."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from megnorm.parallel.tensor import Alone, TensorParallel
+from megnorm.plan.layout import Coordinates, Layout
+
+
+@dataclass(frozen=True)
+class Groups:
+    """This rank's place and its groups: tp as a region, dp and pp as process groups, model = pp x tp."""
+
+    layout: Layout
+    rank: int
+    at: Coordinates
+    tp: Alone
+    tp_group: dist.ProcessGroup
+    dp_group: dist.ProcessGroup
+    pp_group: dist.ProcessGroup
+    model_group: dist.ProcessGroup
+
+
+def make_groups(layout: Layout) -> Groups:
+    """Create every group of the layout; a collective call of all ranks of the default group."""
+    rank = dist.get_rank()
+    assert dist.get_world_size() == layout.world, (dist.get_world_size(), layout)
+    at = layout.coordinates(rank)
+    mine = {axis: _own_group(layout.groups(axis), rank) for axis in ("tp", "dp", "pp")}
+    replicas = [[r for r in range(layout.world) if layout.coordinates(r).dp == d] for d in range(layout.dp)]
+    tp = TensorParallel(mine["tp"]) if layout.tp > 1 else Alone()
+    return Groups(layout, rank, at, tp, mine["tp"], mine["dp"], mine["pp"], _own_group(replicas, rank))
+
+
+def _own_group(groups: list[list[int]], rank: int) -> dist.ProcessGroup:
+    """Create all groups in the same order on every rank; return the one that holds this rank."""
+    created = [(ranks, dist.new_group(ranks)) for ranks in groups]
+    return next(group for ranks, group in created if rank in ranks)
