@@ -110,4 +110,4 @@ def stage_bounds(weights: list[int], stages: int) -> list[int]:
     bounds = [n]
     for cut in reversed(cuts):
         bounds.append(cut[bounds[-1]])
-    return [0, *reversed(bounds[:-1]), n] if stages > 1 else [0, n]
+    return [0, *reversed(bounds)]
