@@ -1,0 +1,1 @@
+"""The transformer: norms, the sublayer equation, attention, FFN, blocks, decoder, initial values."""

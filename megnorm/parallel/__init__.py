@@ -1,0 +1,1 @@
+"""Tensor-parallel building blocks: groups as values, conjugate collectives, sharding as metadata."""

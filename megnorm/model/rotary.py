@@ -1,0 +1,32 @@
+"""Rotary positions (Su et al., arXiv:2104.09864), the two halves of a head forming the pairs (as in Llama)."""
+
+import torch
+from torch import Tensor
+
+
+class Rotary:
+    """Turns channel pairs (i, i + e/2) of position p by the angle p * theta^(-2i/e), taken in fp32.
+
+    Holds no parameters or buffers, so that no cast of a model can touch the angles.
+    """
+
+    def __init__(self, head_size: int, theta: float):
+        self.head_size, self.theta = head_size, theta
+        self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
+
+    def table(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [length, e/2] in the dtype and on the device of ``like``."""
+        key = (length, like.dtype, like.device)
+        if key not in self._tables:
+            wide = torch.promote_types(like.dtype, torch.float32)
+            exponents = torch.arange(0, self.head_size, 2, dtype=torch.float64) / self.head_size
+            frequencies = (self.theta ** -exponents).to(wide)
+            angles = torch.arange(length, dtype=wide)[:, None] * frequencies
+            self._tables[key] = tuple(f(angles).to(like.device, like.dtype) for f in (torch.cos, torch.sin))
+        return self._tables[key]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [b, h, s, e] -> the same, turned."""
+        cos, sin = self.table(x.shape[-2], x)
+        first, second = x.chunk(2, -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

@@ -1,0 +1,52 @@
+"""Cross entropy over logits whose vocabulary is split over tensor-parallel ranks."""
+
+import torch
+from torch import Tensor
+
+from megnorm.parallel.tensor import Alone
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """-log softmax(logits)[target], softmax over the first ``vocab`` columns of all ranks, in fp32.
+
+    The forward also forms softmax - onehot(target), so that the exponentials are taken once.
+    """
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor, vocab: int, tp: Alone) -> Tensor:
+        width = logits.shape[-1]
+        first = tp.rank * width
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        real = max(0, min(width, vocab - first))
+        if real < width:
+            padding = torch.arange(width, device=logits.device) >= real
+            scores = scores.masked_fill(padding, float("-inf"))
+        top = tp.maximum(scores.amax(-1, keepdim=True))
+        scores = scores - top
+        local = targets - first
+        elsewhere = (local < 0) | (local >= real)
+        local = local.masked_fill(elsewhere, 0).unsqueeze(-1)
+        target_score = scores.gather(-1, local).squeeze(-1).masked_fill(elsewhere, 0.0)
+        scores.exp_()
+        both = tp.statistic(torch.stack((scores.sum(-1), target_score)))
+        total, target_score = both[0], both[1]
+        if logits.requires_grad or ctx.needs_input_grad[0]:
+            scores.div_(total.unsqueeze(-1))
+            one = (~elsewhere).to(scores.dtype).unsqueeze(-1)
+            scores.scatter_add_(-1, local, -one)
+            ctx.save_for_backward(scores)
+            ctx.dtype = logits.dtype
+        return total.log() - target_score
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (difference,) = ctx.saved_tensors
+        return (difference * grad.unsqueeze(-1)).to(ctx.dtype), None, None, None
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, vocab: int, tp: Alone) -> Tensor:
+    """Nats of each target: logits [..., v_padded / tp], targets [...] with ids below ``vocab`` -> [...].
+
+    The padding columns (ids from ``vocab`` on) have no share in the softmax and no gradient.
+    """
+    return _CrossEntropy.apply(logits, targets, vocab, tp)
