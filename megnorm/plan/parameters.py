@@ -1,0 +1,120 @@
+"""Parameters of a model counted from its sizes and its resolved norm placement, without building it.
+
+Letters: d hidden, H heads, KV key-value heads, e head size, f FFN inner width, V padded vocabulary.
+"""
+
+from collections.abc import Sequence
+
+from megnorm.config import Config, ModelConfig
+from megnorm.config.placement import Block, HeadNorm, Norm
+from megnorm.norms import resolve
+
+
+def count_parameters(config: Config) -> dict[str, int]:
+    """Parameters by part, each tensor once, whatever the layout.
+
+    ``embedding`` and ``output`` have the rows of the padded vocabulary; ``output`` is 0 when it is tied.
+    ``norms``: gains, and the norms' own biases; ``biases``: those of the linear layers.
+    ``non_embedding``: total without embedding and output, the N of scaling laws (arXiv:2001.08361).
+    """
+    model = config.model
+    parts = {
+        "embedding": model.padded_vocab * model.hidden,
+        "attention": model.layers * attention_matrices(model),
+        "ffn": model.layers * ffn_matrices(model),
+        "norms": norm_parameters(model),
+        "biases": model.layers * _linear_biases(model) if model.bias else 0,
+        "output": 0 if model.tie_embeddings else model.padded_vocab * model.hidden,
+    }
+    total = sum(parts.values())
+    return {**parts, "total": total, "non_embedding": total - parts["embedding"] - parts["output"]}
+
+
+def parameter_table(config: Config) -> list[tuple[str, int, str]]:
+    """Rows (part, parameters, where they come from) for people; the vocabulary both padded and true."""
+    model, counts = config.model, count_parameters(config)
+    ffn = "gate, up, down" if model.activation == "swiglu" else "up, down"
+    vocabulary = (f"{model.padded_vocab:,} rows ({model.vocab_size:,} tokens padded to a multiple of "
+                  f"{model.pad_vocab_to}) x {model.hidden}")
+    heads = f"{model.heads} heads, {model.kv_heads} kv heads x {model.head_size}"
+    sources = {
+        "embedding": vocabulary,
+        "attention": f"{model.layers} layers: {heads}",
+        "ffn": f"{model.layers} layers: {ffn}, {model.hidden} x {model.ffn_hidden}, {model.activation}",
+        "norms": f"{model.norm.scheme}, {({'rms': 'RMSNorm', 'layer': 'LayerNorm'})[model.norm.kind]}",
+        "biases": "of the linear layers" if model.bias else "none",
+        "output": "tied to the embedding" if model.tie_embeddings else vocabulary,
+        "total": "",
+        "non_embedding": "total without embedding and output",
+    }
+    return [(part, counts[part], source) for part, source in sources.items()]
+
+
+def layer_weights(config: Config, kinds: Sequence[str]) -> list[int]:
+    """One weight per pipeline layer, for a split into stages that take equal time.
+
+    ``kinds`` names the layers in order: "embedding", "embed_norm", "block", "final_norm", "output".
+    The weight is the layer's multiply-adds per token going forward: a lookup or a norm costs its d outputs,
+    the output layer its matrix also when it is tied; attention over the causal half of the sequence.
+    """
+    model = config.model
+    attention = model.heads * model.head_size * config.data.sequence_length
+    weights = {
+        "embedding": model.hidden,
+        "embed_norm": model.hidden,
+        "block": attention_matrices(model) + ffn_matrices(model) + attention,
+        "final_norm": model.hidden,
+        "output": model.padded_vocab * model.hidden,
+    }
+    unknown = [kind for kind in kinds if kind not in weights]
+    assert not unknown, f"kinds of layers {unknown}; known: {list(weights)}"
+    return [weights[kind] for kind in kinds]
+
+
+def attention_matrices(model: ModelConfig) -> int:
+    """Of one layer: q and the output [H*e, d], k and v [KV*e, d]."""
+    return 2 * (model.heads + model.kv_heads) * model.head_size * model.hidden
+
+
+def ffn_matrices(model: ModelConfig) -> int:
+    """Of one layer: up and down [f, d], and a gate for SwiGLU."""
+    return (3 if model.activation == "swiglu" else 2) * model.hidden * model.ffn_hidden
+
+
+def norm_parameters(model: ModelConfig) -> int:
+    """Gains and biases of all norms of the placement."""
+    placement = resolve(model.norm, model.layers)
+    ends = sum(_norm(norm, model.hidden) for norm in (placement.embed_norm, placement.final_norm))
+    return ends + sum(_block_norms(block, model) for block in placement.blocks)
+
+
+def _block_norms(block: Block, model: ModelConfig) -> int:
+    count = _norm(block.ffn.mid_norm, model.ffn_hidden)
+    for sublayer in (block.attention, block.ffn):
+        for norm in (sublayer.in_norm, sublayer.out_norm, sublayer.post_norm):
+            count += _norm(norm, model.hidden)
+    attention = block.attention
+    for norm, heads in ((attention.q_norm, model.heads), (attention.k_norm, model.kv_heads),
+                        (attention.v_norm, model.kv_heads), (attention.ctx_norm, model.heads)):
+        count += _head_norm(norm, heads, model.head_size)
+    return count
+
+
+def _norm(norm: Norm | None, width: int) -> int:
+    if norm is None:
+        return 0
+    return width * (2 if norm.bias else 1)
+
+
+def _head_norm(norm: HeadNorm | None, heads: int, head_size: int) -> int:
+    """Over one head: a gain [e] that the heads share; over all heads: [heads * e]."""
+    if norm is None:
+        return 0
+    return _norm(norm, head_size if norm.scope == "head" else heads * head_size)
+
+
+def _linear_biases(model: ModelConfig) -> int:
+    """Of one layer: one value for each output of each linear layer; the output layer has none."""
+    attention = (model.heads + 2 * model.kv_heads) * model.head_size + model.hidden
+    inner = 2 if model.activation == "swiglu" else 1
+    return attention + inner * model.ffn_hidden + model.hidden

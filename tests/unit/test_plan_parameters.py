@@ -1,0 +1,66 @@
+"""Parameters counted by part: against a hand-built torch model and the arithmetic of each slot."""
+
+import pytest
+from torch import nn
+
+from megnorm.config import Config, parse_config
+from megnorm.plan.parameters import count_parameters, layer_weights, parameter_table
+
+
+def make(sequence: int = 16, **model) -> Config:
+    sizes = {"layers": 3, "hidden": 24, "heads": 4, "kv_heads": 2, "head_size": 8, "ffn_hidden": 40,
+             "vocab_size": 29, "pad_vocab_to": 8, **model}
+    return parse_config({"run_dir": "r", "model": sizes, "data": {"sequence_length": sequence, "train": "t"},
+                         "train": {"steps": 10, "micro_batch": 1, "global_batch": 1},
+                         "optimizer": {"lr": 1.0}})
+
+
+@pytest.mark.parametrize("activation, matrices", [("swiglu", 3), ("gelu", 2), ("relu2", 2)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_matrices_and_biases_equal_torch_linears(activation: str, matrices: int, bias: bool) -> None:
+    def layer() -> nn.ModuleList:
+        attention = [nn.Linear(24, 32, bias), nn.Linear(24, 16, bias), nn.Linear(24, 16, bias),
+                     nn.Linear(32, 24, bias)]
+        ffn = [nn.Linear(24, 40, bias) for _ in range(matrices - 1)] + [nn.Linear(40, 24, bias)]
+        return nn.ModuleList(attention + ffn)
+
+    built = list(nn.ModuleList(layer() for _ in range(3)).parameters())
+    counts = count_parameters(make(activation=activation, bias=bias))
+    assert counts["attention"] + counts["ffn"] == sum(p.numel() for p in built if p.dim() == 2)
+    assert counts["biases"] == sum(p.numel() for p in built if p.dim() == 1)
+
+
+@pytest.mark.parametrize("norm, expected", [
+    ("pre", 3 * 2 * 24 + 24),
+    ("post", 3 * 2 * 24),
+    ("peri", 3 * 4 * 24 + 24),
+    ("hybrid", 3 * (3 * 8 + 24) + 24),
+    ("hybrid_star", 3 * (3 * 8 + 24) + 24 + 24),
+    ({"scheme": "pre", "kind": "layer", "bias": True}, 2 * (3 * 2 * 24 + 24)),
+    ({"scheme": "pre", "overrides": {"0": {"attention": {
+        "q_norm": {"scope": "all_heads"}, "k_norm": {"scope": "all_heads"}, "ctx_norm": "default"}}}},
+     3 * 2 * 24 + 24 + 32 + 16 + 8),
+    ({"scheme": "pre", "overrides": {"1": {"ffn": {"mid_norm": "default", "post_norm": "default"}}}},
+     3 * 2 * 24 + 24 + 40 + 24),
+])
+def test_norms_follow_the_placement(norm, expected: int) -> None:
+    assert count_parameters(make(norm=norm))["norms"] == expected
+
+
+def test_padded_vocabulary_and_totals() -> None:
+    tied, untied = count_parameters(make()), count_parameters(make(tie_embeddings=False))
+    assert tied["embedding"] == 32 * 24 and tied["output"] == 0
+    assert untied["output"] == 32 * 24 and untied["total"] == tied["total"] + 32 * 24
+    assert untied["non_embedding"] == tied["non_embedding"] == tied["total"] - 32 * 24
+    assert list(tied) == ["embedding", "attention", "ffn", "norms", "biases", "output", "total",
+                          "non_embedding"]
+    rows = {part: source for part, _, source in parameter_table(make())}
+    assert "32 rows" in rows["embedding"] and "29 tokens" in rows["embedding"] and "tied" in rows["output"]
+
+
+def test_layer_weights_put_the_output_layer_where_its_work_is() -> None:
+    weights = layer_weights(make(), ["embedding", "block", "block", "block", "final_norm", "output"])
+    block = 2 * (4 + 2) * 8 * 24 + 3 * 24 * 40 + 4 * 8 * 16
+    assert weights == [24, block, block, block, 24, 32 * 24]
+    with pytest.raises(AssertionError, match="moe"):
+        layer_weights(make(), ["moe"])
