@@ -1,0 +1,153 @@
+"""Tokenizers behind one small protocol. Their libraries are imported when one is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from megnorm.data.errors import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back. Adds no token of its own: no beginning, no end, no space in front.
+
+    `type` is Megatron's name of the kind; `path` the model file or None; ids are 0 .. vocab_size - 1;
+    `eod` is the end-of-document id or None. No text, whatever is written in it, encodes to `eod`.
+    """
+
+    type: str
+    path: Path | None
+    vocab_size: int
+    eod: int | None
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids; control tokens such as the end of a document give nothing."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes; 256 is the end of a document."""
+
+    type = "ByteTokenizer"
+    path = None
+    vocab_size = 257
+    eod = 256
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model; its </s> is the end of a document. Control pieces never arise from text."""
+
+    type = "SentencePieceTokenizer"
+
+    def __init__(self, path: str | Path) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        self.path = Path(path)
+        try:
+            self._model = SentencePieceProcessor(model_file=str(path))
+        except (OSError, RuntimeError) as error:
+            raise DataError(f"{path}: not a SentencePiece model ({_one_line(error)})") from None
+        self.vocab_size = self._model.get_piece_size()
+        eos = self._model.eos_id()
+        self.eod = eos if eos >= 0 else None
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._model.encode(list(texts), add_bos=False, add_eos=False, num_threads=1)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._model.decode([int(i) for i in ids])
+
+
+class HFTokenizer:
+    """A `tokenizer.json` of Hugging Face's tokenizers, or a folder with one."""
+
+    type = "HFTokenizer"
+    _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+
+    def __init__(self, path: str | Path) -> None:
+        try:
+            from tokenizers import Tokenizer as Model
+        except ImportError:
+            raise DataError('HFTokenizer needs the package tokenizers: pip install "megnorm[preprocess]"') from None
+
+        self.path = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+        if not self.path.is_file():
+            raise DataError(f"{self.path}: no such file")
+        try:
+            self._model = Model.from_file(str(self.path))
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"{self.path}: not a tokenizer.json ({_one_line(error)})") from None
+        self._model.no_padding()
+        self._model.no_truncation()
+        self._model.encode_special_tokens = True  # "<|endoftext|>" in a text is text
+        vocabulary = self._model.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self._end = next((piece for piece in self._ENDS if piece in vocabulary), None)
+        self.eod = vocabulary[self._end] if self._end else None
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        encoded = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
+        out = [item.ids for item in encoded]
+        for i, ids in enumerate(out):
+            # An added token that isn't marked as special is still matched in text.
+            if self.eod in ids:
+                out[i] = self._encode_cut(texts[i])
+        return out
+
+    def _encode_cut(self, text: str) -> list[int]:
+        """Ids of a text that spells the end token, cut in the middle of each such place."""
+        assert self._end is not None
+        half = len(self._end) // 2
+        parts = text.split(self._end)
+        parts = [
+            (self._end[half:] if i else "") + part + (self._end[:half] if i + 1 < len(parts) else "")
+            for i, part in enumerate(parts)
+        ]
+        encoded = self._model.encode_batch_fast(parts, add_special_tokens=False)
+        return [i for item in encoded for i in item.ids if i != self.eod]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
+
+
+TOKENIZER_TYPES = ("SentencePieceTokenizer", "HFTokenizer", "ByteTokenizer")
+
+
+def load_tokenizer(type: str, path: str | Path | None = None) -> Tokenizer:
+    """The tokenizer of a kind (TOKENIZER_TYPES) from its model file; ByteTokenizer has none."""
+    if type not in TOKENIZER_TYPES:
+        raise DataError(f"tokenizer type {type!r}, must be one of {', '.join(TOKENIZER_TYPES)}")
+    if type == "ByteTokenizer":
+        return ByteTokenizer()
+    if path is None:
+        raise DataError(f"{type} needs a model file (--tokenizer-model)")
+    if not Path(path).exists():
+        raise DataError(f"{path}: no such tokenizer model")
+    return SentencePieceTokenizer(path) if type == "SentencePieceTokenizer" else HFTokenizer(path)
+
+
+def file_sha256(path: str | Path) -> str:
+    """Hex digest of a file."""
+    sha = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            sha.update(block)
+    return sha.hexdigest()
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
