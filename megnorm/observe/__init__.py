@@ -1,0 +1,1 @@
+"""What a run shows: metrics.jsonl, TensorBoard, the console, baselines, pictures."""

@@ -15,7 +15,7 @@ class Flops:
     attention: 12 L H e s, scores and context over the full square of the sequence, as arXiv:2204.02311
         (appendix B) counts them. ``attention_causal`` is the half that a causal mask leaves.
     total: matmul + attention. Recomputed activations are no useful work and never counted.
-    formula: the same with its numbers, for people.
+    formula, legend: the same with its numbers and what they stand for, for people.
     """
 
     matmul: int
@@ -30,6 +30,11 @@ class Flops:
     def attention_causal(self) -> int:
         return self.attention // 2
 
+    @property
+    def legend(self) -> str:
+        return (f"N: weights of matrices and output; attention over the full square {self.attention:,}, "
+                f"causal half {self.attention_causal:,}")
+
 
 def flops_per_token(config: Config) -> Flops:
     """FLOPs of one training token; norms, softmax, activations and rotation are left out (below 1 %)."""
@@ -39,8 +44,7 @@ def flops_per_token(config: Config) -> Flops:
     attention = 12 * model.layers * model.heads * model.head_size * s
     matmul = 6 * weights
     numbers = f"6 x {weights:,} + 12 x {model.layers} x {model.heads} x {model.head_size} x {s}"
-    formula = (f"6 N + 12 L H e s = {numbers} = {matmul + attention:,} FLOPs a token (N: matrices and output "
-               f"layer; attention over the full square, its causal half is {attention // 2:,})")
+    formula = f"6 N + 12 L H e s = {numbers} = {matmul + attention:,} FLOPs a token"
     return Flops(matmul=matmul, attention=attention, formula=formula)
 
 

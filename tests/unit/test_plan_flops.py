@@ -57,7 +57,7 @@ def test_formula_equals_the_counter(activation: str, tie: bool) -> None:
 def test_formula_shows_its_numbers_and_the_causal_half() -> None:
     config = make(sequence=64)
     flops = flops_per_token(config)
-    assert f"{flops.total:,}" in flops.formula and f"{flops.attention_causal:,}" in flops.formula
+    assert f"{flops.total:,}" in flops.formula and f"{flops.attention_causal:,}" in flops.legend
     assert flops.attention == 12 * 3 * 4 * 8 * 64 == 2 * flops.attention_causal
     assert flops_per_step(config) == flops.total * 64
 
