@@ -3,8 +3,6 @@
 Letters: d hidden, H heads, KV key-value heads, e head size, f FFN inner width, V padded vocabulary.
 """
 
-from collections.abc import Sequence
-
 from megnorm.config import Config, ModelConfig
 from megnorm.config.placement import Block, HeadNorm, Norm
 from megnorm.norms import resolve
@@ -48,27 +46,6 @@ def parameter_table(config: Config) -> list[tuple[str, int, str]]:
         "non_embedding": "total without embedding and output",
     }
     return [(part, counts[part], source) for part, source in sources.items()]
-
-
-def layer_weights(config: Config, kinds: Sequence[str]) -> list[int]:
-    """One weight per pipeline layer, for a split into stages that take equal time.
-
-    ``kinds`` names the layers in order: "embedding", "embed_norm", "block", "final_norm", "output".
-    The weight is the layer's multiply-adds per token going forward: a lookup or a norm costs its d outputs,
-    the output layer its matrix also when it is tied; attention over the causal half of the sequence.
-    """
-    model = config.model
-    attention = model.heads * model.head_size * config.data.sequence_length
-    weights = {
-        "embedding": model.hidden,
-        "embed_norm": model.hidden,
-        "block": attention_matrices(model) + ffn_matrices(model) + attention,
-        "final_norm": model.hidden,
-        "output": model.padded_vocab * model.hidden,
-    }
-    unknown = [kind for kind in kinds if kind not in weights]
-    assert not unknown, f"kinds of layers {unknown}; known: {list(weights)}"
-    return [weights[kind] for kind in kinds]
 
 
 def attention_matrices(model: ModelConfig) -> int:

@@ -4,7 +4,11 @@ import pytest
 from torch import nn
 
 from megnorm.config import Config, parse_config
-from megnorm.plan.parameters import count_parameters, layer_weights, parameter_table
+from megnorm.model.decoder import Decoder, TokenLoss, decoder_layers
+from megnorm.norms import resolve
+from megnorm.parallel.sharding import sharding_of
+from megnorm.parallel.tensor import Alone
+from megnorm.plan.parameters import count_parameters, parameter_table
 
 
 def make(sequence: int = 16, **model) -> Config:
@@ -58,9 +62,22 @@ def test_padded_vocabulary_and_totals() -> None:
     assert "32 rows" in rows["embedding"] and "29 tokens" in rows["embedding"] and "tied" in rows["output"]
 
 
-def test_layer_weights_put_the_output_layer_where_its_work_is() -> None:
-    weights = layer_weights(make(), ["embedding", "block", "block", "block", "final_norm", "output"])
-    block = 2 * (4 + 2) * 8 * 24 + 3 * 24 * 40 + 4 * 8 * 16
-    assert weights == [24, block, block, block, 24, 32 * 24]
-    with pytest.raises(AssertionError, match="moe"):
-        layer_weights(make(), ["moe"])
+@pytest.mark.parametrize("options", [
+    {"norm": "pre"}, {"norm": "post", "tie_embeddings": False}, {"norm": "peri", "activation": "gelu"},
+    {"norm": "hybrid", "bias": True}, {"norm": {"scheme": "hybrid_star", "kind": "layer", "bias": True}},
+    {"norm": {"scheme": "pre", "overrides": {"1": {
+        "attention": {"q_norm": {"scope": "all_heads"}, "k_norm": {"scope": "all_heads"},
+                      "ctx_norm": "default"},
+        "ffn": {"mid_norm": "default"}}}}},
+])
+def test_counts_equal_the_built_model(options: dict) -> None:
+    model = make(**options).model
+    built = Decoder(decoder_layers(model, resolve(model.norm, model.layers), "none", Alone()),
+                    TokenLoss(model.vocab_size, Alone()))
+    counts, by_role = count_parameters(make(**options)), {}
+    for parameter in built.parameters():
+        role = sharding_of(parameter).role
+        by_role[role] = by_role.get(role, 0) + parameter.numel()
+    assert counts["total"] == sum(by_role.values())
+    assert counts["attention"] + counts["ffn"] == by_role["matrix"]
+    assert counts["embedding"] + counts["output"] == by_role["embedding"]
