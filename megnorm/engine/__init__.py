@@ -1,0 +1,1 @@
+"""DeepSpeed: configuration, initialisation, optimizer groups, one optimizer step."""

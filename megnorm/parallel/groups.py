@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 from megnorm.parallel.tensor import Alone, TensorParallel
@@ -20,9 +21,10 @@ class Groups:
     dp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup
     model_group: dist.ProcessGroup
+    device: torch.device
 
 
-def make_groups(layout: Layout) -> Groups:
+def make_groups(layout: Layout, device: torch.device) -> Groups:
     """Create every group of the layout; a collective call of all ranks of the default group."""
     rank = dist.get_rank()
     assert dist.get_world_size() == layout.world, (dist.get_world_size(), layout)
@@ -30,7 +32,8 @@ def make_groups(layout: Layout) -> Groups:
     mine = {axis: _own_group(layout.groups(axis), rank) for axis in ("tp", "dp", "pp")}
     replicas = [[r for r in range(layout.world) if layout.coordinates(r).dp == d] for d in range(layout.dp)]
     tp = TensorParallel(mine["tp"]) if layout.tp > 1 else Alone()
-    return Groups(layout, rank, at, tp, mine["tp"], mine["dp"], mine["pp"], _own_group(replicas, rank))
+    return Groups(layout, rank, at, tp, mine["tp"], mine["dp"], mine["pp"], _own_group(replicas, rank),
+                  device)
 
 
 def _own_group(groups: list[list[int]], rank: int) -> dist.ProcessGroup:

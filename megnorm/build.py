@@ -1,0 +1,45 @@
+"""The only wiring: configuration to objects."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from megnorm.config import Config
+from megnorm.engine.engine import Engine
+from megnorm.engine.optimizer import adamw
+from megnorm.engine.pipeline import make_stage
+from megnorm.model.decoder import Decoder, Layer, TokenLoss, decoder_layers, tied_logits
+from megnorm.model.init import initialise
+from megnorm.norms import resolve
+from megnorm.parallel.groups import Groups
+from megnorm.plan.stages import block_bounds
+
+
+def build_module(config: Config, groups: Groups) -> nn.Module:
+    """This rank's part of the model, with its initial weights."""
+    model = config.model
+    placement = resolve(model.norm, model.layers)
+    layers = decoder_layers(model, placement, config.parallel.recompute, groups.tp)
+    loss = TokenLoss(model.vocab_size, groups.tp)
+    if groups.layout.pp > 1:
+        module = make_stage(layers, _layer_bounds(layers, block_bounds(model, groups.layout.pp)), tied_logits,
+                            groups.layout, loss)
+    else:
+        module = Decoder(layers, loss)
+    module.to(groups.device)
+    initialise(module.parameters(), config.seed)
+    return module
+
+
+def build_engine(config: Config, groups: Groups, module: nn.Module | None = None,
+                 make_optimizer: Callable[[list[dict]], torch.optim.Optimizer] | None = None) -> Engine:
+    """The engine around ``module`` (default: a newly built one), with AdamW unless another is given."""
+    module = module if module is not None else build_module(config, groups)
+    return Engine(module, config, groups, make_optimizer or adamw(config.optimizer))
+
+
+def _layer_bounds(layers: list[Layer], blocks: list[int]) -> list[int]:
+    """Bounds over all layers: what stands before the first block goes with it, what follows the last too."""
+    names = [layer.name for layer in layers]
+    return [0, *(names.index(f"layers.{block}") for block in blocks[1:-1]), len(layers)]

@@ -1,0 +1,96 @@
+"""One optimizer step of the whole system, under DeepSpeed's plain or pipeline engine."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megnorm.config import Config
+from megnorm.engine import clip
+from megnorm.engine.mpu import Mpu
+from megnorm.engine.optimizer import parameter_groups
+from megnorm.engine.settings import deepspeed_settings, zero_stage
+from megnorm.engine.start import quiet
+from megnorm.parallel.groups import Groups
+from megnorm.parallel.sharding import sharding_of
+
+MicroBatch = tuple[Tensor, Tensor, Tensor]
+
+
+class StepResult(NamedTuple):
+    """Loss in nats per token, mean over the global batch; norm of the whole gradient before clipping."""
+
+    loss: float
+    grad_norm: float
+
+
+class Engine:
+    """A DeepSpeed engine around this rank's part of the model.
+
+    Micro batches are (tokens [b, s], targets [b, s], weights [b, s]); the weights hold the normalisation, so
+    that the engine's mean over micro batches and replicas is the mean over the tokens of the global batch.
+    """
+
+    def __init__(self, module: nn.Module, config: Config, groups: Groups,
+                 make_optimizer: Callable[[list[dict]], torch.optim.Optimizer]):
+        self.groups = groups
+        self.accumulation = deepspeed_settings(config, groups.layout)["gradient_accumulation_steps"]
+        for parameter in module.parameters():
+            parameter.tensor_model_parallel = sharding_of(parameter).dim is not None and groups.layout.tp > 1
+        optimizer = make_optimizer(parameter_groups(module, config.optimizer, groups.pp_group))
+        pipeline = groups.layout.pp > 1
+        with quiet():
+            self.raw, *_ = deepspeed.initialize(model=module, optimizer=optimizer,
+                                                config=deepspeed_settings(config, groups.layout),
+                                                mpu=None if pipeline else Mpu(groups))
+        if zero_stage(config) == 0:
+            clip.install(self.raw, groups)
+        self._train, self._evaluate = ((self._train_pipeline, self._evaluate_pipeline) if pipeline
+                                       else (self._train_plain, self._evaluate_plain))
+
+    def step(self, batches: list[MicroBatch], lr: float) -> StepResult:
+        """One optimizer step at learning rate ``lr`` over this rank's ``accumulation`` micro batches."""
+        assert len(batches) == self.accumulation, (len(batches), self.accumulation)
+        for group in self.raw.basic_optimizer.param_groups:
+            group["lr"] = lr
+        loss = self._train(batches)
+        return StepResult(loss, float(self.raw.get_global_grad_norm()))
+
+    def evaluate(self, batches: list[MicroBatch]) -> float:
+        """Mean loss over the batches of all replicas, without gradients."""
+        self.raw.eval()
+        with torch.no_grad():
+            loss = self._evaluate(batches)
+        self.raw.train()
+        return loss
+
+    def _train_plain(self, batches: list[MicroBatch]) -> float:
+        total = 0.0
+        for batch in batches:
+            loss = self.raw(*batch)
+            self.raw.backward(loss)
+            self.raw.step()
+            total += loss.detach().double()
+        return self._mean(total / len(batches))
+
+    def _evaluate_plain(self, batches: list[MicroBatch]) -> float:
+        return self._mean(sum(self.raw(*batch).double() for batch in batches) / len(batches))
+
+    def _mean(self, loss: Tensor) -> float:
+        loss = loss.clone()
+        dist.all_reduce(loss, group=self.groups.dp_group)
+        return float(loss) / self.groups.layout.dp
+
+    def _train_pipeline(self, batches: list[MicroBatch]) -> float:
+        return float(self.raw.train_batch(_as_pipeline(batches)))
+
+    def _evaluate_pipeline(self, batches: list[MicroBatch]) -> float:
+        loss = self.raw.eval_batch(_as_pipeline(batches), num_micro_batches=len(batches))
+        return float(torch.as_tensor(loss).sum())
+
+
+def _as_pipeline(batches: list[MicroBatch]):
+    return iter([(tokens, (targets, weights)) for tokens, targets, weights in batches])
