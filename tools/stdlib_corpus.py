@@ -11,7 +11,9 @@ from megnorm.data.corpus import write_stdlib_corpus
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="folder for the two files")
+    parser.add_argument(
+        "--output-dir", type=Path, required=True, metavar="DIR", help="folder for the two files"
+    )
     parser.add_argument(
         "--validation-every",
         type=int,

@@ -27,11 +27,11 @@ class SampleSource(Protocol):
 class Mixture:
     """Which source gives sample n, for shares `weights` (normalised): a pure function of (weights, n).
 
-    After n samples every source has given within 1 of weights[i] * n, for every n. The j-th sample of a source
-    with share w is due before time (j + 1) / w and not allowed before j / w; each step takes, among the
-    sources that are allowed, the one that is due first. (Taking the largest deficit, as Megatron does, leaves
-    a source more than 1 behind when there are many; earliest deadline never does: Baruah et al. 1996,
-    "Proportionate progress", for one processor.)
+    After n samples every source has given within 1 of weights[i] * n, for every n. The j-th sample of a
+    source with share w is due before time (j + 1) / w and not allowed before j / w; each step takes, among
+    the sources that are allowed, the one that is due first. (Taking the largest deficit, as Megatron does,
+    can leave a source more than 1 behind when there are many; earliest deadline never does: Baruah et al.
+    1996, "Proportionate progress", for one processor.)
 
     The stream is defined step by step, but computed blockwise. Within a block only the samples due in it
     matter, and up to one a source carried over: a sample carried in can take any place, so it pushes out

@@ -174,6 +174,11 @@ class IndexedDataset:
         """Number of tokens in all sequences."""
         return len(self._tokens)
 
+    def largest_id(self, tokens: int = 1 << 26) -> int:
+        """The largest id among the first `tokens` tokens; -1 without tokens."""
+        head = self._tokens[:tokens]
+        return max((int(head[a : a + _BLOCK].max()) for a in range(0, len(head), _BLOCK)), default=-1)
+
     def read(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Tokens [offset, offset + length) of one sequence, to its end without `length`; a read-only view."""
         return self._read_run(sequence, sequence + 1, offset, length)

@@ -28,7 +28,8 @@ def split_documents(num_documents: int, split: str) -> tuple[DocumentRange, Docu
     fraction above 0 gets no document.
     """
     fractions = parse_split(split)
-    bounds = [0, round(fractions[0] * num_documents), round(sum(fractions[:2]) * num_documents), num_documents]
+    cuts = (fractions[0], fractions[0] + fractions[1])
+    bounds = [0, *(round(cut * num_documents) for cut in cuts), num_documents]
     ranges = []
     for name, fraction, first, last in zip(
         ("train", "validation", "test"), fractions, bounds, bounds[1:], strict=False

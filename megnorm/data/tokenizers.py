@@ -82,7 +82,7 @@ class HFTokenizer:
         try:
             from tokenizers import Tokenizer as Model
         except ImportError:
-            raise DataError('HFTokenizer needs the package tokenizers: pip install "megnorm[preprocess]"') from None
+            raise DataError('HFTokenizer needs tokenizers: pip install "megnorm[preprocess]"') from None
 
         self.path = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
         if not self.path.is_file():

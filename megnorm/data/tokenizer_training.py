@@ -1,0 +1,158 @@
+"""Training of SentencePiece BPE models that give every text back exactly."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megnorm.data.command import ToolFailure
+from megnorm.data.errors import DataError
+from megnorm.data.readers import expand_inputs, parse_lines, read_chunks
+from megnorm.data.tokenizers import SentencePieceTokenizer
+
+# SentencePiece learns from "sentences"; pieces of several lines let it learn line ends too.
+_PIECE_CHARS = 2000
+_CHECKED = 500
+# SentencePiece writes spaces as U+2581, so a text's own U+2581 comes back as a space.
+_SPACE_MARK = "\u2581"
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """What was learnt from: characters read and used; bytes a token and round trips on a sample."""
+
+    model: Path
+    vocab_size: int
+    characters_read: int
+    characters_used: int
+    seconds: float
+    bytes_per_token: float
+    checked: int
+    with_space_mark: int
+
+
+def iter_texts(files: Sequence[Path], key: str) -> Iterator[str]:
+    """The texts of JSONL files; the first bad line raises DataError."""
+    for file in files:
+        for chunk in read_chunks(file):
+            parsed = parse_lines(chunk, (key,))
+            if parsed.bad:
+                raise DataError(str(parsed.bad[0]))
+            for (text,) in parsed.documents:
+                yield text
+
+
+def iter_pieces(texts: Iterator[str]) -> Iterator[str]:
+    """Texts cut at line ends into pieces of about 2000 characters, a very long line cut as it comes."""
+    for text in texts:
+        start = 0
+        while start < len(text):
+            newline = text.find("\n", start + _PIECE_CHARS, start + 2 * _PIECE_CHARS)
+            end = newline + 1 if newline >= 0 else start + 2 * _PIECE_CHARS
+            yield text[start:end]
+            start = end
+
+
+def train_sentencepiece(
+    inputs: Sequence[str],
+    output_prefix: Path,
+    vocab_size: int,
+    key: str = "text",
+    megabytes: float = 64.0,
+    seed: int = 0,
+    threads: int = 2,
+    say: Callable[[str], None] = lambda message: None,
+) -> TrainingReport:
+    """Trains `<output_prefix>.model`: BPE, byte fallback, no change of the text.
+
+    Of a larger corpus about `megabytes` million characters are used, drawn piece by piece with `seed`.
+    Raises DataError for bad inputs, ToolFailure when texts don't come back from their tokens.
+    """
+    started = time.perf_counter()
+    if vocab_size < 300:
+        raise DataError(f"--vocab-size {vocab_size}, must be at least 300 (256 bytes, 3 control tokens)")
+    files = expand_inputs(inputs)
+    total = sum(map(len, iter_texts(files, key)))
+    if total == 0:
+        raise DataError(f"{', '.join(inputs)}: no text to learn from")
+    share = min(1.0, megabytes * 1e6 / total)
+    say(f"read {total / 1e6:.1f} million characters, training on {min(1.0, share):.0%} of them ...")
+    used, sample = 0, _Reservoir(_CHECKED, seed)
+
+    def training_pieces() -> Iterator[str]:
+        nonlocal used
+        draw = random.Random(seed)
+        for piece in iter_pieces(iter_texts(files, key)):
+            sample.offer(piece)
+            if draw.random() < share:
+                used += len(piece)
+                yield piece
+
+    model = _train(training_pieces(), vocab_size, threads)
+    path = Path(f"{output_prefix}.model")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(model)
+        tokenizer = SentencePieceTokenizer(temporary)
+        ratio, marked = check_round_trip(tokenizer, sample.kept)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    seconds = time.perf_counter() - started
+    return TrainingReport(path, tokenizer.vocab_size, total, used, seconds, ratio, len(sample.kept), marked)
+
+
+class _Reservoir:
+    """An even sample of a stream."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self._size, self._seen, self._random, self.kept = size, 0, random.Random(seed), list[str]()
+
+    def offer(self, item: str) -> None:
+        self._seen += 1
+        if len(self.kept) < self._size:
+            self.kept.append(item)
+        elif (place := self._random.randrange(self._seen)) < self._size:
+            self.kept[place] = item
+
+
+def _train(pieces: Iterator[str], vocab_size: int, threads: int) -> bytes:
+    from sentencepiece import SentencePieceTrainer
+
+    out = io.BytesIO()
+    try:
+        SentencePieceTrainer.train(
+            sentence_iterator=pieces,
+            model_writer=out,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            byte_fallback=True,
+            max_sentence_length=1 << 20,
+            num_threads=threads,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise DataError(f"SentencePiece: {' '.join(str(error).split())[:300]}") from None
+    return out.getvalue()
+
+
+def check_round_trip(tokenizer: SentencePieceTokenizer, texts: Sequence[str]) -> tuple[float, int]:
+    """(bytes a token, texts that hold U+2581 and so can't come back exactly) over `texts`."""
+    size = tokens = marked = 0
+    for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
+        size += len(text.encode())
+        tokens += len(ids)
+        marked += _SPACE_MARK in text
+        if tokenizer.decode(ids) != text.replace(_SPACE_MARK, " "):
+            raise ToolFailure(f"the trained model doesn't give this text back: {text[:80]!r}")
+    return size / max(tokens, 1), marked
