@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from megnorm.config import Config, load_config
+from megnorm.data.datasets import open_datasets
 from megnorm.data.meta import read_meta
 from megnorm.observe.baselines import fit_baselines
 from megnorm.observe.humanize import count
@@ -47,10 +48,12 @@ def bytes_per_token(config: Config) -> float | None:
 def make_report(config: Config, step: int, loss: float, train, valid) -> dict:
     """Losses in nats per token, bits per byte, and baselines fitted on the samples of ``step`` steps.
 
-    train, valid: datasets by global sample number; evaluation is over the first eval_samples of valid.
+    train, valid: datasets by global sample number; evaluation is over the first eval_samples of valid, or
+    one epoch where that is less.
     """
-    fitted = fit_baselines(samples(train, step * config.train.global_batch),
-                           samples(valid, config.train.eval_samples), config.model.vocab_size)
+    held_out = min(config.train.eval_samples, getattr(valid, "samples_per_epoch", config.train.eval_samples))
+    fitted = fit_baselines(samples(train, step * config.train.global_batch), samples(valid, held_out),
+                           config.model.vocab_size)
     size = bytes_per_token(config)
     return {
         "step": step,
@@ -111,13 +114,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def report_run(args: argparse.Namespace) -> None:
     """Compute, print, write. Raises ValueError for a run that can't be reported on."""
-    # They bring torch, which --help can do without.
-    from megnorm.build import datasets
-    from megnorm.sample import continuation
+    from megnorm.sample import continuation  # brings torch, which --help can do without
 
     config = load_config(args.run_dir / "config.yaml")
     step, loss = last_evaluation(args.run_dir)
-    data = datasets(config)
+    data = open_datasets(config)
     report = make_report(config, step, loss, data.train, data.valid)
     print("\n".join(table(report)))
     text = continuation(str(args.run_dir), args.prompt, args.sample_tokens, args.temperature)

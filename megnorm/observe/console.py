@@ -78,6 +78,7 @@ class Console:
                        TextColumn("{task.description}"))
             self._bar = Progress(*columns, console=self._console, auto_refresh=False)
             self._bar.start()
+            self._console.show_cursor(True)  # a killed run must not leave a terminal without one
             self._bar.add_task("", total=total_steps)
         text = f"loss {row['loss']:.4f}  {speed(row['tokens_per_second'])}  ETA {duration(left)}"
         self._bar.update(self._bar.task_ids[0], completed=row["step"], description=text)

@@ -63,6 +63,12 @@ def test_numbers_are_of_exactly_the_samples_seen(tmp_path) -> None:
     assert report["below_bigram"] == (1.25 < expected.bigram)
 
 
+def test_a_small_validation_set_is_seen_once(tmp_path) -> None:
+    config, valid = make(tmp_path), Stream(1)
+    valid.samples_per_epoch = 3
+    assert demo_report.make_report(config, 1, 1.25, Stream(0), valid)["baselines"]["valid_tokens"] == 3 * 8
+
+
 def test_verdict_follows_the_numbers() -> None:
     report = {"step": 3, "tokens": 96, "validation_loss": 4.38, "bytes_per_token": None,
               "baselines": {"unigram": 6.24, "bigram": 4.47}}
@@ -73,7 +79,7 @@ def test_verdict_follows_the_numbers() -> None:
 def test_the_whole_report(tmp_path, monkeypatch, capsys) -> None:
     config = make(tmp_path)
     streams = types.SimpleNamespace(train=Stream(0), valid=Stream(1))
-    monkeypatch.setitem(sys.modules, "megnorm.build", types.SimpleNamespace(datasets=lambda config: streams))
+    monkeypatch.setattr(demo_report, "open_datasets", lambda config: streams)
     monkeypatch.setitem(sys.modules, "megnorm.sample", types.SimpleNamespace(
         continuation=lambda run_dir, prompt, tokens, temperature: f"f({tokens})\n    return 1"))
     assert demo_report.main([config.run_dir, "--prompt", "def ", "--sample-tokens", "7"]) == 0
