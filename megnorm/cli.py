@@ -1,0 +1,83 @@
+"""The command ``megnorm``."""
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from megnorm import launcher
+from megnorm.config import NormConfig
+from megnorm.norms import SCHEMES, equations, resolve
+from megnorm.prepare import prepare
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
+                  context_settings={"help_option_names": ["-h", "--help"]},
+                  help="Pretrain transformers in which where the norms stand is data.")
+
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the configuration.")]
+
+
+@app.command()
+def train(
+    config: Annotated[str, typer.Argument(help="Configuration file (YAML).")],
+    overrides: Overrides = None,
+    nproc: Annotated[int, typer.Option(help="Processes on this machine.")] = 1,
+    nnodes: Annotated[int, typer.Option(help="Machines.")] = 1,
+    node_rank: Annotated[int, typer.Option(help="Number of this machine, from 0.")] = 0,
+    rdzv_endpoint: Annotated[str | None, typer.Option(help="HOST:PORT of machine 0.")] = None,
+    resume: Annotated[str, typer.Option(help="auto, none, or a checkpoint's path.")] = "auto",
+) -> None:
+    """Train, or continue training: exit code 0 done, 2 user's error, 75 stopped by a signal after saving."""
+    overrides = overrides or []
+    if launcher.is_worker():
+        raise typer.Exit(launcher.worker_main(lambda progress: _work(config, overrides, resume, progress)))
+    prepare(config, overrides, nproc * nnodes, resume)
+    arguments = [config, *overrides, "--resume", resume]
+    raise typer.Exit(launcher.launch(arguments, nproc, nnodes=nnodes, node_rank=node_rank, rdzv_endpoint=rdzv_endpoint))
+
+
+@app.command()
+def schemes(
+    name: Annotated[str | None, typer.Argument(help="A scheme; without, all are listed.")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Depth to show.")] = 12,
+) -> None:
+    """List the norm schemes, or print the equations of one, layer by layer."""
+    if name is not None:
+        typer.echo("\n".join(equations(resolve(NormConfig(scheme=name), layers))))
+        return
+    for scheme, about in SCHEMES.items():
+        typer.echo(f"{scheme:<12} {about.summary} [{about.source}]")
+
+
+@app.command()
+def sample(
+    run_dir: Annotated[str, typer.Argument(help="Run directory of a trained model.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to draw.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.8,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+) -> None:
+    """Continue a prompt with the newest checkpoint of a run."""
+    from megnorm.sample import continuation
+
+    typer.echo(prompt + continuation(run_dir, prompt, tokens, temperature, seed))
+
+
+def _work(config: str, overrides: list[str], resume: str, progress: launcher.Progress) -> int:
+    prepared = prepare(config, overrides, int(os.environ["WORLD_SIZE"]), resume)
+    from megnorm.worker import work
+
+    return work(prepared, resume, int(os.environ.get("LOCAL_RANK", 0)), progress.set)
+
+
+def main() -> None:
+    """Entry point: a user's error is one line on standard error and exit code 2."""
+    try:
+        app()
+    except ValueError as error:
+        code, expected = launcher.exit_code_of(error)
+        if not expected:
+            raise
+        print(f"megnorm: {error}", file=sys.stderr)
+        sys.exit(code)

@@ -1,0 +1,70 @@
+"""What one process of a run does, from its configuration to the end of training."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megnorm.build import build_engine
+from megnorm.checkpoint.load import choose_together, load
+from megnorm.config import dump_config
+from megnorm.engine.settings import zero_stage
+from megnorm.engine.start import device_for, finish, start
+from megnorm.loop import Run, StopRequest, train
+from megnorm.observe.console import Console, NullConsole
+from megnorm.observe.metrics import MetricsWriter, NullSink
+from megnorm.observe.peak import peak_tflops
+from megnorm.observe.tensorboard import open_tensorboard
+from megnorm.parallel.groups import Groups, make_groups
+from megnorm.prepare import CONFIG_FILE, Prepared
+
+
+def work(prepared: Prepared, resume: str, local_rank: int, report: Callable[[str], None]) -> int:
+    """Train. Returns the process's exit code."""
+    stop = StopRequest()
+    stop.install()
+    device = device_for(local_rank)
+    report("starting")
+    start(device, prepared.config.parallel.timeout_seconds)
+    groups = make_groups(prepared.layout, device)
+    run = open_run(prepared, resume, groups, stop)
+    code = train(run, report)
+    finish()
+    return code
+
+
+def open_run(prepared: Prepared, resume: str, groups: Groups, stop: StopRequest) -> Run:
+    """Engine, checkpoint, and on rank 0 the console and the files of the run directory."""
+    config, first = prepared.config, groups.rank == 0
+    console = Console(config, groups.layout) if first else NullConsole()
+    choice = choose_together(config.run_dir, resume)
+    engine = build_engine(config, groups)
+    notes = [f"passed over {path}: {reason}" for path, reason in choice.skipped]
+    step = 0
+    if choice.path is not None:
+        loaded = load(choice.path, engine.raw, groups)
+        step = loaded.manifest.step
+        notes.append(f"resumed from {choice.path}: {loaded.report}")
+        notes += [f"changed since: {change}" for change in prepared.changes]
+    if zero_stage(config) != config.parallel.zero_stage:
+        notes.append(f"zero_stage {config.parallel.zero_stage} in bf16 runs as stage {zero_stage(config)}: the same "
+                     "values, and fp32 masters need it")
+    sinks = [NullSink()]
+    peak = peak_tflops(config, groups.device) if first else (None, "")
+    if first:
+        write_config(Path(config.run_dir), dump_config(config))
+        sinks = [MetricsWriter(config.run_dir, step), open_tensorboard(config, step)]
+        console.first_page(peak, step)
+    for note in notes:
+        console.note(note)
+    dist.barrier()
+    return Run(config, groups, engine, prepared.datasets, stop, console, sinks, peak[0], step=step, saved_step=step)
+
+
+def write_config(run_dir: Path, text: str) -> None:
+    """The resolved configuration, whole or not at all."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    temporary = run_dir / f".{CONFIG_FILE}.tmp"
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, run_dir / CONFIG_FILE)
