@@ -30,11 +30,19 @@ def open_datasets(config: Config) -> Datasets:
     data = config.data
     if data.sources is None:
         given = {"train": data.train, "valid": data.valid, "test": data.test}
-        return Datasets(**{split: _blend(config, sources, split, None) if sources else None
-                           for split, sources in given.items()})
+        return Datasets(
+            **{
+                split: _blend(config, sources, split, None) if sources else None
+                for split, sources in given.items()
+            }
+        )
     fractions = ",".join(str(fraction) for fraction in data.split)
-    return Datasets(**{split: _blend(config, data.sources, split, (fractions, number)) if data.split[number] else None
-                       for number, split in enumerate(("train", "valid", "test"))})
+    return Datasets(
+        **{
+            split: _blend(config, data.sources, split, (fractions, number)) if data.split[number] else None
+            for number, split in enumerate(("train", "valid", "test"))
+        }
+    )
 
 
 def tokenizer_meta(config: Config) -> DatasetMeta | None:
@@ -42,7 +50,9 @@ def tokenizer_meta(config: Config) -> DatasetMeta | None:
     return read_meta((config.data.train or config.data.sources)[0][1])
 
 
-def _blend(config: Config, sources: tuple[Source, ...], split: str, cut: tuple[str, int] | None) -> SampleSource:
+def _blend(
+    config: Config, sources: tuple[Source, ...], split: str, cut: tuple[str, int] | None
+) -> SampleSource:
     datasets = [_open(config, prefix, split, cut) for _, prefix in sources]
     return datasets[0] if len(datasets) == 1 else Blend(datasets, [weight for weight, _ in sources])
 
@@ -52,9 +62,18 @@ def _open(config: Config, prefix: str, split: str, cut: tuple[str, int] | None) 
     if config.model.vocab_size is not None:
         largest = indexed.largest_id()
         if largest >= config.model.vocab_size:
-            raise DataError(f"{prefix}.bin holds token id {largest}, but model.vocab_size={config.model.vocab_size}: "
-                            f"it must be at least {largest + 1}; was another tokenizer used?")
+            raise DataError(
+                f"{prefix}.bin holds token id {largest}, but model.vocab_size={config.model.vocab_size}: "
+                f"it must be at least {largest + 1}; was another tokenizer used?"
+            )
     documents = split_documents(indexed.num_documents, cut[0])[cut[1]] if cut else None
     # The order of a source doesn't depend on where its files lie, nor on the other sources.
-    return GPTDataset(indexed, documents, config.data.sequence_length, config.seed, f"{split}/{Path(prefix).name}",
-                      shuffle=split == "train", vocab_size=config.model.vocab_size)
+    return GPTDataset(
+        indexed,
+        documents,
+        config.data.sequence_length,
+        config.seed,
+        f"{split}/{Path(prefix).name}",
+        shuffle=split == "train",
+        vocab_size=config.model.vocab_size,
+    )

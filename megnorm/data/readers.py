@@ -96,13 +96,13 @@ def read_chunks(
     """
     try:
         with open(path, "rb") as raw:
-            file, line, size = open_binary(path, raw), 1, raw.seek(0, os.SEEK_END)
-            raw.seek(0)
+            file, line = open_binary(path, raw), 1
+            position = raw.tell if raw.seekable() else lambda: 0  # a pipe has none
             while data := file.read(chunk_bytes):
                 data += file.readline()
                 if line == 1:
                     data = data.removeprefix(codecs.BOM_UTF8)
-                on_read(min(raw.tell(), size))
+                on_read(position())
                 yield Chunk(str(path), line, data)
                 line += count_lines(data)
     except (OSError, EOFError, zlib.error) as error:

@@ -121,7 +121,7 @@ class HFTokenizer:
         return [i for item in encoded for i in item.ids if i != self.eod]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
+        return self._model.decode([int(i) for i in ids if i != self.eod], skip_special_tokens=True)
 
 
 TOKENIZER_TYPES = ("SentencePieceTokenizer", "HFTokenizer", "ByteTokenizer")
