@@ -96,21 +96,27 @@ class Bulletin:
         self.lost_since: float | None = None  # monotonic time at which the store went out of reach
         self._outgoing: list[Failure] = []
         self._store = store
-        threading.Thread(target=self._talk, name="bulletin", daemon=True).start()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._talk, name="bulletin", daemon=True)
+        self._thread.start()
 
     def post(self, failures: Sequence[Failure]) -> None:
         self._outgoing = list(failures)
 
+    def close(self) -> None:
+        """Ends the talk: a thread inside a call to the store when the interpreter ends would abort it."""
+        self._closed.set()
+        self._thread.join(LOST_STORE_SECONDS)
+
     def _talk(self) -> None:
         try:
-            while True:
+            while not self._closed.wait(POLL_SECONDS):
                 while self._outgoing:
                     number = self._store.add("failures", 1)
                     self._store.set(f"failure/{number}", json.dumps(asdict(self._outgoing.pop(0))))
                 while self._store.check([f"failure/{len(self.failures) + 1}"]):
                     text = self._store.get(f"failure/{len(self.failures) + 1}")
                     self.failures.append(Failure(**json.loads(text)))
-                time.sleep(POLL_SECONDS)
         except (DistError, RuntimeError):
             self.lost_since = time.monotonic()
 
@@ -183,6 +189,8 @@ class Agent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 5) -> None:
         self.signal_workers(signal.SIGKILL)
+        if self._bulletin is not None:
+            self._bulletin.close()
         super()._shutdown(signal.SIGKILL, timeout=5)
 
     # ---- the rules
