@@ -77,8 +77,8 @@ def table(report: dict) -> list[str]:
         bits = f"{value / math.log(2) / size:12.3f}" if size else f"{'-':>12}"
         lines.append(f"  {name:<22}{value:12.4f}{bits}")
     gap = baselines["bigram"] - loss
-    verdict = ("below the bigram: it uses more of the context than the last token" if gap > 0 else
-               "not below the bigram yet: train longer")
+    verdict = ("below the bigram: the model uses more of the context than the last token" if gap > 0 else
+               "above the bigram: train longer")
     return [*lines, "", f"  {abs(gap):.3f} nats {verdict}"]
 
 
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--config", type=Path, metavar="YAML", help="for the commands printed at the end "
                         "(default: RUN_DIR/config.yaml)")
-    parser.add_argument("--prompt", default="import os\n\n\ndef ", help="text to continue")
+    parser.add_argument("--prompt", default="import os\n\n\ndef", help="text to continue")
     parser.add_argument("--sample-tokens", type=int, default=80, metavar="N",
                         help="length of the continuation (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.7, help="of sampling (default: %(default)s)")

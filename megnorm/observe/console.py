@@ -73,14 +73,14 @@ class Console:
             self._console.print(summary)
 
     def _draw(self, row: dict, total_steps: int, left: float) -> None:
+        text = f"loss {row['loss']:.4f}  {speed(row['tokens_per_second'])}  ETA {duration(left)}"
         if self._bar is None:
             columns = (TextColumn("step {task.completed:,}/{task.total:,}"), BarColumn(),
                        TextColumn("{task.description}"))
             self._bar = Progress(*columns, console=self._console, auto_refresh=False)
+            self._bar.add_task(text, total=total_steps, completed=row["step"])
             self._bar.start()
             self._console.show_cursor(True)  # a killed run must not leave a terminal without one
-            self._bar.add_task("", total=total_steps)
-        text = f"loss {row['loss']:.4f}  {speed(row['tokens_per_second'])}  ETA {duration(left)}"
         self._bar.update(self._bar.task_ids[0], completed=row["step"], description=text)
         now = time.monotonic()
         if now - self._drawn >= REDRAW_SECONDS or row["step"] == total_steps:
@@ -111,7 +111,8 @@ class NullConsole:
 def step_line(row: dict, total_steps: int, seconds_left: float) -> str:
     """A logged step as one plain line; MFU only where the peak is known."""
     parts = [f"step {row['step']:>{len(str(total_steps))}}/{total_steps}", f"loss {row['loss']:.4f}",
-             f"lr {row['lr']:.3e}", f"grad norm {row['grad_norm']:.3f}", speed(row["tokens_per_second"])]
-    if row.get("mfu") is not None:
-        parts.append(f"MFU {percent(row['mfu'])}")
+             f"lr {row['lr']:.3e}", f"grad norm {row['grad_norm']:.3f}",
+             f"{speed(row['tokens_per_second']):>14}"]
+    if row["mfu"] is not None:
+        parts.append(f"MFU {percent(row['mfu']):>5}")
     return " | ".join([*parts, f"{count(row['tokens'])} tokens", f"ETA {duration(seconds_left)}"])

@@ -73,7 +73,7 @@ def test_verdict_follows_the_numbers() -> None:
     report = {"step": 3, "tokens": 96, "validation_loss": 4.38, "bytes_per_token": None,
               "baselines": {"unigram": 6.24, "bigram": 4.47}}
     assert "0.090 nats below the bigram" in demo_report.table(report)[-1]
-    assert "not below the bigram" in demo_report.table({**report, "validation_loss": 4.5})[-1]
+    assert "0.030 nats above the bigram" in demo_report.table({**report, "validation_loss": 4.5})[-1]
 
 
 def test_the_whole_report(tmp_path, monkeypatch, capsys) -> None:
