@@ -10,7 +10,8 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
-PRELOAD = ["torch", "deepspeed", "deepspeed.runtime.pipe.engine", "megnorm.build"]
+# Every optimizer of torch imports torch._dynamo, a second of CPU in each rank.
+PRELOAD = ["torch", "torch._dynamo", "deepspeed", "deepspeed.runtime.pipe.engine", "megnorm.build"]
 
 
 class RankFailed(AssertionError):

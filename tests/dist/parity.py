@@ -9,6 +9,8 @@ import torch.distributed as dist
 from megnorm.config import parse_config
 
 VOCAB, SEQUENCE = 61, 16
+# (optimizer, steps, clip): plain SGD shows a wrong scale of a gradient, to which Adam is blind.
+PHASES = (("sgd", 1, 0.0), ("adamw", 5, 0.5))
 
 
 def tiny_config(scheme="hybrid_star", **changes):
@@ -54,8 +56,12 @@ def sgd(groups):
     return torch.optim.SGD(groups, lr=1.0)
 
 
-def one_process(config, optimizer, steps):
-    """The reference: plain torch, whole batch at once. Returns losses, norms, first gradients, weights."""
+def one_process(config):
+    """The reference: plain torch, whole batch at once; a run for each optimizer of PHASES."""
+    return {optimizer: _one_process(config, optimizer, steps, clip) for optimizer, steps, clip in PHASES}
+
+
+def _one_process(config, optimizer, steps, clip):
     from megnorm.build import build_module
     from megnorm.parallel.groups import make_groups
     from megnorm.plan.layout import Layout
@@ -63,27 +69,31 @@ def one_process(config, optimizer, steps):
     single = config.model_copy(update={"parallel": config.parallel.model_copy(update={"tp": 1, "pp": 1})})
     module = build_module(single, make_groups(Layout(1, 1, 1), torch.device("cpu")))
     perturb(module.parameters())
-    decayed = [p for p in module.parameters() if p.sharding.role == "matrix"]
-    others = [p for p in module.parameters() if p.sharding.role != "matrix"]
-    wd = config.optimizer.weight_decay
-    groups = [{"params": decayed, "weight_decay": wd}, {"params": others, "weight_decay": 0.0}]
+    groups = [{"params": [p for p in module.parameters() if (p.sharding.role == "matrix") == decayed],
+               "weight_decay": config.optimizer.weight_decay if decayed else 0.0} for decayed in (True, False)]
     optim = (sgd(groups) if optimizer == "sgd" else
              torch.optim.AdamW(groups, lr=config.optimizer.lr, betas=config.optimizer.betas, eps=config.optimizer.eps))
-    losses, norms, first = [], [], None
+    losses, norms = [], []
     for step in range(steps):
         optim.zero_grad()
         loss = module(*global_batch(step, config.train.global_batch))
         loss.backward()
-        first = first or {p.sharding.name: p.grad.clone() for p in module.parameters()}
-        norms.append(float(torch.nn.utils.clip_grad_norm_(module.parameters(), config.train.clip or 1e9)))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(module.parameters(), clip or 1e9)))
         optim.step()
         losses.append(loss.item())
-    return {"losses": losses, "norms": norms, "gradients": {n: g.numpy() for n, g in first.items()},
+    with torch.no_grad():
+        final = module(*global_batch(99, config.train.global_batch)).item()
+    return {"losses": losses, "norms": norms, "eval": final,
             "weights": {p.sharding.name: p.detach().numpy() for p in module.parameters()}}
 
 
-def in_layout(config, optimizer, steps):
-    """On every rank: the same training in the configured layout. Returns this rank's parts of the weights."""
+def in_layout(config):
+    """On every rank: the same training in the configured layout. The weights are this rank's parts."""
+    return {optimizer: _in_layout(config, optimizer, steps, clip) for optimizer, steps, clip in PHASES}
+
+
+def _in_layout(config, optimizer, steps, clip):
+    from deepspeed.utils import groups as engine_groups
     from deepspeed.utils import safe_get_full_fp32_param
 
     from megnorm.build import build_engine, build_module
@@ -94,6 +104,8 @@ def in_layout(config, optimizer, steps):
 
     device = torch.device("cpu")
     start(device, 60)
+    engine_groups.mpu = None  # of the engine of the phase before
+    config = config.model_copy(update={"train": config.train.model_copy(update={"clip": clip})})
     groups = make_groups(make_layout(config, dist.get_world_size()), device)
     module = build_module(config, groups)
     perturb(module.parameters())
@@ -107,9 +119,10 @@ def in_layout(config, optimizer, steps):
     for parameter in engine.raw.module.parameters():
         full = safe_get_full_fp32_param(parameter)
         if not hasattr(parameter, "megnorm_anchor"):
-            weights[parameter.sharding.name] = (parameter.sharding, (parameter if full is None else full).detach().numpy())
-    return {"losses": losses, "norms": norms, "weights": weights, "eval": engine.evaluate(
-        micro_batches(config, groups, 99))}
+            part = (parameter if full is None else full).detach().numpy()
+            weights[parameter.sharding.name] = (parameter.sharding, part)
+    return {"losses": losses, "norms": norms, "weights": weights,
+            "eval": engine.evaluate(micro_batches(config, groups, 99))}
 
 
 def micro_batches(config, groups, step):
