@@ -48,31 +48,51 @@ class Config(Section):
         return -(-self.train.tokens // self.tokens_per_step)
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML that refuses a key given twice, and reads 3e-4 as a number."""
+INTEGER = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$")
+FLOAT = re.compile(r"^[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?"
+                   r"|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))$|^\.(?:nan|NaN|NAN)$")
+TAG = "tag:yaml.org,2002:"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML that refuses a key given twice, reads 3e-4 as a number, 2e9 as a whole one (tokens), and
+    4:8 (YAML 1.1: base 60), 010 (base 8) and 2024-01-01 as text."""
 
     def construct_mapping(self, node, deep=False):
         seen = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ConfigError(f"line {key_node.start_mark.line + 1}: a key must be a word or a number")
+            if key_node.tag == TAG + "merge":
+                continue
             key = self.construct_object(key_node, deep=deep)
             if key in seen:
                 raise ConfigError(f"line {key_node.start_mark.line + 1}: the key {key!r} stands twice")
             seen.add(key)
         return super().construct_mapping(node, deep)
 
+    def construct_number(self, node):
+        value = self.construct_yaml_float(node)
+        return int(value) if "e" in node.value.lower() and value.is_integer() else value
 
-_UniqueKeys.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-_UniqueKeys.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what either YAML 1.1 or _Loader would not read back as text."""
+
+
+_Loader.add_constructor(TAG + "float", _Loader.construct_number)
+_replaced = {TAG + name for name in ("int", "float", "timestamp")}
+_Loader.yaml_implicit_resolvers = {first: [r for r in resolvers if r[0] not in _replaced]
+                                   for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_Loader.add_implicit_resolver(TAG + "int", INTEGER, list("-+0123456789"))
+_Loader.add_implicit_resolver(TAG + "float", FLOAT, list("-+.0123456789"))
+_Dumper.add_implicit_resolver(TAG + "float", FLOAT, list("-+.0123456789"))
 
 
 def read_yaml(text: str, origin: str) -> Any:
     """Parse YAML text; ``origin`` names it in errors."""
     try:
-        return yaml.load(text, Loader=_UniqueKeys)
+        return yaml.load(text, Loader=_Loader)
     except ConfigError as error:
         raise ConfigError(f"{origin}: {error}") from None
     except yaml.YAMLError as error:
@@ -111,13 +131,19 @@ def apply_override(raw: dict, override: str) -> None:
     *sections, name = key.split(".")
     node = raw
     for section in sections:
+        section = _spelled(section, node)
         child = node.setdefault(section, {})
         if section == "norm" and isinstance(child, str):
             child = node[section] = {"scheme": child}
         if not isinstance(child, dict):
             raise ConfigError(f"override {override!r}: {section!r} is the value {child!r}, not a section")
         node = child
-    node[name] = read_yaml(value, f"override {override!r}")
+    node[_spelled(name, node)] = read_yaml(value, f"override {override!r}")
+
+
+def _spelled(name: str, node: dict) -> Any:
+    """The key of ``node`` that reads ``name``: a layer 0 in YAML is a number, in an override it is text."""
+    return next((key for key in node if str(key) == name), name)
 
 
 def parse_config(raw: dict, origin: str = "config") -> Config:
@@ -131,7 +157,7 @@ def parse_config(raw: dict, origin: str = "config") -> Config:
 
 def dump_config(config: Config) -> str:
     """YAML that load_config reads back to an equal Config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
 
 
 def _explain(item: dict, raw: dict) -> str:

@@ -26,7 +26,12 @@ class NormConfig(Section):
     @field_validator("overrides", mode="before")
     @classmethod
     def _selectors_are_text(cls, value: Any) -> Any:
-        return {str(key): slots for key, slots in value.items()} if isinstance(value, dict) else value
+        if not isinstance(value, dict):
+            return value
+        texts = [str(key) for key in value]
+        if twice := [text for text in texts if texts.count(text) > 1]:
+            raise ValueError(f"the layers {twice[0]!r} stand twice, as a number and as text")
+        return dict(zip(texts, value.values(), strict=True))
 
 
 class InitConfig(Section):

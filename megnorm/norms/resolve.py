@@ -1,7 +1,9 @@
 """From what the user says about norms to the block of every layer, by its global number."""
 
 import difflib
+import math
 import re
+from fractions import Fraction
 from typing import Any
 
 from pydantic import ValidationError
@@ -46,9 +48,9 @@ def select_layers(selector: str, layers: int) -> range:
         return range(start, stop)
     if match := re.fullmatch(r"(first|last)\s+(\d+(?:\.\d+)?)(\s*%)?", text):
         end, amount, percent = match.groups()
-        count = int(float(amount) / 100 * layers) if percent else float(amount)
+        count = math.floor(Fraction(amount) * layers / 100) if percent else Fraction(amount)
         if not 0 < count <= layers or count != int(count):
-            raise ConfigError(f"model.norm.overrides: {selector!r} names {count:g} of {layers} layers; "
+            raise ConfigError(f"model.norm.overrides: {selector!r} names {float(count):g} of {layers} layers; "
                               f"give a whole number from 1 to {layers}, or a share of the depth in %")
         return range(int(count)) if end == "first" else range(layers - int(count), layers)
     raise ConfigError(f"model.norm.overrides: can't read the layers {selector!r}; "
