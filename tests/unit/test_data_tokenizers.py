@@ -59,7 +59,10 @@ def hugging_face(corpus: Path, output: Path, special: bool) -> None:
     )
     texts = [orjson.loads(line)["text"] for line in corpus.read_bytes().splitlines()]
     model.train_from_iterator(texts, trainer)
-    (model.add_special_tokens if special else model.add_tokens)(["<|endoftext|>"])
+    if special:
+        model.add_special_tokens(["<|endoftext|>", "<pad>"])
+    else:
+        model.add_tokens(["<|endoftext|>"])
     model.save(str(output))
 
 
