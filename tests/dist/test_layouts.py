@@ -1,9 +1,14 @@
 """Every layout gives the one-process run's losses, gradient norms, gradients and weights."""
 
-import numpy as np
-import pytest
-from parity import gathered, in_layout, one_process, tiny_config
+from functools import cache
 
+import pytest
+from tiny import tiny_config
+
+from megnorm.config import Config
+from megnorm.plan.layout import make_layout
+from megnorm.testing.compare import judge
+from megnorm.testing.parity import in_layout, reference
 from megnorm.testing.ranks import run_ranks
 
 SCHEMES = ["pre", "post", "peri", "hybrid", "hybrid_star"]
@@ -42,14 +47,12 @@ def test_engine_in_layout(engine):
 
 
 def check(world, config):
-    (reference,) = run_ranks(one_process, 1, config)
-    ranks = run_ranks(in_layout, world, config)
-    for optimizer, expected in reference.items():
-        for rank in ranks:
-            for what in ("losses", "norms", "eval"):
-                np.testing.assert_allclose(rank[optimizer][what], expected[what], rtol=1e-5, err_msg=what)
-        whole = gathered([rank[optimizer] for rank in ranks])
-        assert sorted(whole) == sorted(expected["weights"])
-        for name, weight in expected["weights"].items():
-            difference = np.linalg.norm(whole[name] - weight) / np.linalg.norm(weight)
-            assert difference < 1e-5, f"{name} after {optimizer}: {difference:.1e}"
+    alone = config.parallel.__class__()
+    (expected,) = _reference(config.model_copy(update={"parallel": alone}).model_dump_json())
+    verdict = judge(expected, run_ranks(in_layout, world, config), make_layout(config, world))
+    assert verdict.agrees, "\n".join(verdict.faults)
+
+
+@cache
+def _reference(config):
+    return run_ranks(reference, 1, Config.model_validate_json(config))

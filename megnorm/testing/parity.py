@@ -1,0 +1,154 @@
+"""The measure of "the layout never changes the result": a layout of ranks against one process in plain torch.
+
+The reference shares the model's modules with the run, but neither the engine, nor the optimizer groups, nor
+any collective: whole batch at once, ``loss.backward()``, torch's clipping, torch's optimizer.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megnorm.config import Config
+from megnorm.parallel.groups import Groups, make_groups
+from megnorm.plan.layout import Layout, make_layout
+
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A short training from the same start. SGD shows a wrong scale of a gradient, to which Adam is blind;
+    after one step with a large power of two as its rate, the change of the weights is the gradient."""
+
+    name: str
+    optimizer: str
+    lr: float
+    steps: int
+    clip: float
+
+
+PHASES = (Phase("gradient", "sgd", 2.0**13, 1, 0.0), Phase("sgd", "sgd", 1.0, 3, 0.0),
+          Phase("adamw", "adamw", 2e-3, 5, 0.5))
+
+
+def global_batch(config: Config, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """tokens, targets [n, s] and weights [n, s] that sum to 1; the masks are very uneven over samples."""
+    size, length = config.train.global_batch, config.data.sequence_length
+    stream = np.random.Generator(np.random.Philox(key=100 + step))
+    ids = torch.from_numpy(stream.integers(0, config.model.vocab_size, (size, length + 1)))
+    valid = torch.from_numpy(stream.random((size, length)) < np.linspace(0.1, 1.0, size)[:, None])
+    valid[0, 0] = True
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), valid.float() / valid.sum()
+
+
+def micro_batches(config: Config, groups: Groups, step: int) -> list[tuple[Tensor, ...]]:
+    """This rank's share of the global batch; replicas see other samples."""
+    size = config.train.micro_batch
+    count = config.train.global_batch // size
+    tokens, targets, weights = global_batch(config, step)
+    return [tuple(t[i * size:(i + 1) * size].to(groups.device) for t in (tokens, targets, weights * count))
+            for i in range(groups.at.dp, count, groups.layout.dp)]
+
+
+def perturb(parameters) -> None:
+    """Move gains and biases away from 1 and 0, by their names: at 1 and 0 half of all faults stay hidden."""
+    with torch.no_grad():
+        for parameter in parameters:
+            sharding = parameter.sharding
+            if sharding.role in ("norm", "bias"):
+                key = int.from_bytes(hashlib.blake2b(sharding.name.encode(), digest_size=8).digest(), "little")
+                noise = np.random.Generator(np.random.Philox(key=key)).normal(size=sharding.shape)
+                parameter += 0.3 * torch.from_numpy(noise[sharding.slices()]).to(parameter)
+
+
+def reference(config: Config) -> dict[str, dict[str, Any]]:
+    """The results of one process, by phase: losses, norms, eval, start and weights by name."""
+    return {phase.name: _reference(config, phase) for phase in PHASES}
+
+
+def in_layout(config: Config, backend_device: str = "cpu") -> dict[str, dict[str, Any]]:
+    """On every rank: the same in the layout of ``config``; start and weights hold (sharding, this rank's part)."""
+    return {phase.name: _in_layout(config, phase, backend_device) for phase in PHASES}
+
+
+def _optimizer(phase: Phase, config: Config):
+    about = config.optimizer
+    if phase.optimizer == "sgd":
+        return lambda groups: torch.optim.SGD(groups, lr=phase.lr)
+    return lambda groups: torch.optim.AdamW(groups, lr=phase.lr, betas=about.betas, eps=1e-4)
+
+
+def _decay(config: Config, phase: Phase) -> Config:
+    """Weight decay would hide in the gradient phase what it shows in the others."""
+    decay = 0.0 if phase.name == "gradient" else config.optimizer.weight_decay
+    return config.model_copy(update={
+        "optimizer": config.optimizer.model_copy(update={"weight_decay": decay}),
+        "train": config.train.model_copy(update={"clip": phase.clip})})
+
+
+def _reference(config: Config, phase: Phase) -> dict[str, Any]:
+    from megnorm.build import build_module
+    from megnorm.engine.optimizer import is_decayed
+
+    config = _decay(config, phase)
+    alone = config.parallel.model_copy(update={"tp": 1, "pp": 1, "dp": 1, "recompute": "none"})
+    module = build_module(config.model_copy(update={"parallel": alone}),
+                          make_groups(Layout(1, 1, 1), torch.device("cpu")))
+    perturb(module.parameters())
+    start = {p.sharding.name: p.detach().numpy().copy() for p in module.parameters()}
+    groups = [{"params": [p for p in module.parameters() if is_decayed(p, config.optimizer) == decayed],
+               "weight_decay": config.optimizer.weight_decay if decayed else 0.0} for decayed in (True, False)]
+    optimizer = _optimizer(phase, config)([group for group in groups if group["params"]])
+    losses, norms = [], []
+    for step in range(phase.steps):
+        optimizer.zero_grad()
+        loss = module(*global_batch(config, step))
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(module.parameters(), phase.clip or 1e9)))
+        optimizer.step()
+        losses.append(loss.item())
+    with torch.no_grad():
+        evaluation = module(*global_batch(config, 99)).item()
+    return {"losses": losses, "norms": norms, "eval": evaluation, "start": start,
+            "weights": {p.sharding.name: p.detach().numpy() for p in module.parameters()}}
+
+
+def _in_layout(config: Config, phase: Phase, device_type: str) -> dict[str, Any]:
+    from deepspeed.utils import groups as engine_groups
+
+    from megnorm.build import build_engine, build_module
+    from megnorm.engine.start import start as start_engine
+    from megnorm.engine.state import MASTER, read_state
+
+    device = torch.device(device_type, dist.get_rank()) if device_type == "cuda" else torch.device(device_type)
+    start_engine(device, 600)
+    engine_groups.mpu = None  # of the engine of the phase before
+    config = _decay(config, phase)
+    groups = make_groups(make_layout(config, dist.get_world_size()), device)
+    module = build_module(config, groups)
+    perturb(module.parameters())
+    start = {p.sharding.name: (p.sharding, p.detach().cpu().numpy().copy()) for p in module.parameters()}
+    engine = build_engine(config, groups, module, _optimizer(phase, config))
+    results = [engine.step(micro_batches(config, groups, step), phase.lr) for step in range(phase.steps)]
+    evaluation = engine.evaluate(micro_batches(config, groups, 99))
+    weights = {p.sharding.name: (p.sharding, values[MASTER].cpu().numpy().copy())
+               for p, values in read_state(engine.raw)}
+    return {"losses": [r.loss for r in results], "norms": [r.grad_norm for r in results], "eval": evaluation,
+            "start": start, "weights": weights}
+
+
+def gathered(parts: list[dict[str, tuple]]) -> dict[str, np.ndarray]:
+    """Whole tensors from the ranks' parts; raises AssertionError when replicas are not bit-equal."""
+    whole: dict[str, np.ndarray] = {}
+    for rank in parts:
+        for name, (sharding, part) in rank.items():
+            target = whole.setdefault(name, np.full(sharding.shape, np.nan, np.float32))
+            seen = target[sharding.slices()]
+            assert np.isnan(seen).all() or np.array_equal(seen, part), f"the replicas of {name} differ"
+            target[sharding.slices()] = part
+    return whole
