@@ -1,5 +1,6 @@
 """Load a checkpoint into an engine of any layout; each rank reads the slices that it needs."""
 
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -54,9 +55,10 @@ def load(path: Path, engine, groups: Groups) -> Loaded:
     except Unreadable as error:
         problems = [str(error)]
     _raise_together(path, problems)
-    planned = {(sharding_of(p).name, key): _owned_numel(p, groups)
-               for p in local_parameters(engine) for key in (MASTER, *moment_keys(engine))
-               if _owned_numel(p, groups)}
+    planned = Counter()
+    for parameter in local_parameters(engine):
+        for key in (MASTER, *moment_keys(engine)):
+            planned[sharding_of(parameter).name, key] += _owned_numel(parameter, groups)
     _raise_together(path, _uncovered(planned, manifest, engine, groups))
     with ExitStack() as stack:
         reader = _Reader(path, manifest, groups, stack)
@@ -72,7 +74,7 @@ class _Reader:
     def __init__(self, path: Path, manifest: Manifest, groups: Groups, stack: ExitStack):
         self.path, self.manifest, self.groups, self.stack = path, manifest, groups, stack
         self.files: dict[str, safe_open] = {}
-        self.counts: dict[tuple[str, str], int] = {}
+        self.counts: Counter[tuple[str, str]] = Counter()
         self.problems: list[str] = []
 
     def read(self, parameter: nn.Parameter, key: str) -> Tensor:
@@ -85,9 +87,7 @@ class _Reader:
         except (SafetensorError, OSError, Unreadable) as error:
             self.problems.append(f"{sharding.name}/{key}: {error}")
             return torch.zeros(sharding.local_shape)
-        counted = _owned_numel(parameter, self.groups)
-        if counted:
-            self.counts[sharding.name, key] = self.counts.get((sharding.name, key), 0) + counted
+        self.counts[sharding.name, key] += _owned_numel(parameter, self.groups)
         return value
 
     def _slice(self, name: str, key: str, wanted: tuple[slice, ...]) -> Tensor:
@@ -135,10 +135,10 @@ def _misfits(engine, manifest: Manifest) -> list[str]:
     return problems
 
 
-def _uncovered(counts: dict[tuple[str, str], int], manifest: Manifest, engine, groups: Groups) -> list[str]:
+def _uncovered(counts: Counter[tuple[str, str]], manifest: Manifest, engine, groups: Groups) -> list[str]:
     """Tensors of which not every element was read exactly once over the ranks of a model replica."""
     tensors = [(name, key) for name, entry in manifest.tensors.items() for key in entry.keys]
-    read = torch.tensor([counts.get(tensor, 0) for tensor in tensors], device=engine.device)
+    read = torch.tensor([counts[tensor] for tensor in tensors], device=engine.device)
     dist.all_reduce(read, group=groups.model_group)
     problems = []
     for (name, key), n in zip(tensors, read.tolist(), strict=True):

@@ -50,13 +50,13 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, tp, layer, ffn=FFN):
+    def __init__(self, tp, layer):
         super().__init__()
         self.tp, name = tp, f"layers.{layer}"
         self.gain = parameter(tp, f"{name}.gain", (HIDDEN,), "norm")
         self.odd = parameter(tp, f"{name}.odd", (7,), "bias")
-        self.up = parameter(tp, f"{name}.up", (ffn, HIDDEN), dim=0)
-        self.down = parameter(tp, f"{name}.down", (HIDDEN, ffn), dim=1)
+        self.up = parameter(tp, f"{name}.up", (FFN, HIDDEN), dim=0)
+        self.down = parameter(tp, f"{name}.down", (HIDDEN, FFN), dim=1)
 
     def forward(self, x):
         h = self.tp.enter(F.layer_norm(x, (HIDDEN,)) * (1 + self.gain))
@@ -98,8 +98,8 @@ class Plain(nn.Module):
         return loss_of(tied_head(self.get_submodule("0"), x) if self.tied else x, target)
 
 
-def build_module(groups, layers, tied, ffn, bounds):
-    kinds = [(Embedding,), *((Block, n, ffn) for n in range(layers)), *([] if tied else [(Head,)])]
+def build_module(groups, layers, tied, bounds):
+    kinds = [(Embedding,), *((Block, n) for n in range(layers)), *([] if tied else [(Head,)])]
     if groups.layout.pp == 1:
         return Plain([kind(groups.tp, *rest) for kind, *rest in kinds], tied)
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
@@ -115,7 +115,7 @@ def build_module(groups, layers, tied, ffn, bounds):
     return Stage(specs, bounds or even, groups.layout, loss_of)
 
 
-def build(layout=(1, 1, 1), *, zero=0, dtype="fp32", optimizer="adamw", layers=2, tied=False, ffn=FFN, bounds=None,
+def build(layout=(1, 1, 1), *, zero=0, dtype="fp32", optimizer="adamw", layers=2, tied=False, bounds=None,
           persist=False, betas=(0.9, 0.95)):
     """A DeepSpeed engine and its groups; layout: (pp, dp, tp)."""
     import deepspeed
@@ -124,7 +124,7 @@ def build(layout=(1, 1, 1), *, zero=0, dtype="fp32", optimizer="adamw", layers=2
     deepspeed.utils.groups.mpu = None  # left by an engine before this one
     torch.manual_seed(0)
     groups = make_groups(Layout(*layout), torch.device("cpu"))
-    module = build_module(groups, layers, tied, ffn, bounds)
+    module = build_module(groups, layers, tied, bounds)
     for p in module.parameters():
         p.tensor_model_parallel = sharding_of(p).dim is not None and groups.layout.tp > 1
     decay = [p for p in module.parameters() if p.dim() > 1]
@@ -241,7 +241,7 @@ def read_files(path):
 
 def bare_engine(groups, steps=1, layers=1):
     """What the checkpoint code needs of an engine, around a plain torch optimizer; no DeepSpeed start-up."""
-    module = build_module(groups, layers, False, FFN, None)
+    module = build_module(groups, layers, False, None)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     for _ in range(steps):
         for p in module.parameters():

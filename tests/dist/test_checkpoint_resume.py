@@ -1,33 +1,31 @@
-"""Save and resume is the unbroken run, bit by bit, under every engine; and under another layout it goes on."""
+"""Save and resume is the unbroken run, bit by bit, under every engine."""
 
 import numpy as np
 import pytest
-import torch
 from checkpoint_toy import round_trip
 
-from megnorm.checkpoint import storage
 from megnorm.testing.ranks import run_ranks
 
 ENGINES = {
-    "zero0": dict(layout=(1, 2, 1), zero=0),
-    "zero1": dict(layout=(1, 2, 1), zero=1),
-    "zero2": dict(layout=(1, 2, 1), zero=2),
-    "zero3": dict(layout=(1, 2, 1), zero=3),
-    "zero3 with gathered small parameters": dict(layout=(1, 2, 1), zero=3, persist=True),
-    "unfused": dict(layout=(1, 2, 1), zero=1, optimizer="adamw_loop"),
-    "bf16 zero1": dict(layout=(1, 2, 1), zero=1, dtype="bf16"),
-    "bf16 zero2": dict(layout=(1, 2, 1), zero=2, dtype="bf16"),
-    "bf16 zero3": dict(layout=(1, 2, 1), zero=3, dtype="bf16"),
-    "one process": dict(layout=(1, 1, 1), zero=1),
-    "tp2": dict(layout=(1, 1, 2), zero=0),
-    "tp2 dp2 zero1": dict(layout=(1, 2, 2), zero=1),
-    "tp2 dp2 zero3": dict(layout=(1, 2, 2), zero=3),
-    "pp2 zero0": dict(layout=(2, 1, 1), zero=0),
-    "pp2 dp2 zero1 tied": dict(layout=(2, 2, 1), zero=1, tied=True),
-    "pp2 bf16 tied": dict(layout=(2, 1, 1), zero=1, dtype="bf16", tied=True),
-    "pp2 with a filler": dict(layout=(2, 1, 1), zero=1, bounds=[0, 1, 4]),
-    "sgd": dict(layout=(1, 2, 1), zero=1, optimizer="sgd"),
-    "momentum": dict(layout=(1, 2, 1), zero=3, optimizer="momentum"),
+    "zero0": {"layout": (1, 2, 1), "zero": 0},
+    "zero1": {"layout": (1, 2, 1), "zero": 1},
+    "zero2": {"layout": (1, 2, 1), "zero": 2},
+    "zero3": {"layout": (1, 2, 1), "zero": 3},
+    "zero3 with gathered small parameters": {"layout": (1, 2, 1), "zero": 3, "persist": True},
+    "unfused": {"layout": (1, 2, 1), "zero": 1, "optimizer": "adamw_loop"},
+    "bf16 zero1": {"layout": (1, 2, 1), "zero": 1, "dtype": "bf16"},
+    "bf16 zero2": {"layout": (1, 2, 1), "zero": 2, "dtype": "bf16"},
+    "bf16 zero3": {"layout": (1, 2, 1), "zero": 3, "dtype": "bf16"},
+    "one process": {"layout": (1, 1, 1), "zero": 1},
+    "tp2": {"layout": (1, 1, 2), "zero": 0},
+    "tp2 dp2 zero1": {"layout": (1, 2, 2), "zero": 1},
+    "tp2 dp2 zero3": {"layout": (1, 2, 2), "zero": 3},
+    "pp2 zero0": {"layout": (2, 1, 1), "zero": 0},
+    "pp2 dp2 zero1 tied": {"layout": (2, 2, 1), "zero": 1, "tied": True},
+    "pp2 bf16 tied": {"layout": (2, 1, 1), "zero": 1, "dtype": "bf16", "tied": True},
+    "pp2 with a filler": {"layout": (2, 1, 1), "zero": 1, "bounds": [0, 1, 4]},
+    "sgd": {"layout": (1, 2, 1), "zero": 1, "optimizer": "sgd"},
+    "momentum": {"layout": (1, 2, 1), "zero": 3, "optimizer": "momentum"},
 }
 
 
