@@ -1,0 +1,82 @@
+"""What a training step costs: megnorm under its engine, beside transformers' Llama in a plain torch loop.
+
+CPU-seconds a step (median; all threads of the process), taken in turn from long-lived processes, and their ratios
+beside the goals. Nothing is asserted: the figures depend on the machine and on what else runs on it.
+
+    python tools/bench_step.py --shapes S M --dtypes fp32 bf16 --steps 10 --threads 1
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rich.console import Console
+from rich.table import Table
+
+from megnorm.testing.bench_step import CONTESTANTS, SHAPES, Comparison, compare
+
+# Goals: transformers' cost over ours, and the floor's share of ours.
+FASTER = {("S", "fp32"): 1.20, ("S", "bf16"): 1.35, ("M", "fp32"): 1.12, ("M", "bf16"): 1.15}
+SHARE = {("S", "fp32"): 0.78, ("S", "bf16"): 0.58, ("M", "fp32"): 0.92, ("M", "bf16"): 0.80}
+ENGINE_OVERHEAD, HYBRID_OVERHEAD = 1.03, 1.02
+
+
+def costs_table(results: list[Comparison]) -> Table:
+    """CPU-seconds a step: median, least and most of each contestant, and tokens a second."""
+    table = Table(title="CPU-seconds a step: median (least to most); tokens a CPU-second")
+    for heading in ("shape", "dtype", "contestant", "CPU-s", "range", "tokens/CPU-s", "tokens/s"):
+        table.add_column(heading)
+    for result in results:
+        tokens = SHAPES[result.shape].tokens
+        for name, costs in result.costs.items():
+            cpu, wall = sorted(cost.cpu for cost in costs), sorted(cost.wall for cost in costs)
+            table.add_row(result.shape, result.dtype, name, f"{result.median(name):.3f}", f"{cpu[0]:.3f} to {cpu[-1]:.3f}",
+                          f"{tokens / result.median(name):,.0f}", f"{tokens / wall[len(wall) // 2]:,.0f}")
+    return table
+
+
+def ratios_table(results: list[Comparison]) -> Table:
+    """Each ratio beside its goal."""
+    table = Table(title="ratios of the medians, goals in brackets")
+    for heading in ("shape", "dtype", "transformers / pre", "transformers / hybrid_star", "hybrid_star / pre",
+                    "engine / plain loop", "floor / pre"):
+        table.add_column(heading)
+    for result in results:
+        key, cpu = (result.shape, result.dtype), result.median
+        table.add_row(*key, f"{cpu('transformers') / cpu('pre'):.3f} (>= {FASTER[key]:.2f})",
+                      f"{cpu('transformers') / cpu('hybrid_star'):.3f} (>= {FASTER[key]:.2f})",
+                      f"{cpu('hybrid_star') / cpu('pre'):.3f} (<= {HYBRID_OVERHEAD})",
+                      f"{cpu('pre') / cpu('plain pre'):.3f} (<= {ENGINE_OVERHEAD})",
+                      f"{cpu('floor') / cpu('pre'):.3f} (>= {SHARE[key]:.2f})")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--dtypes", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
+    parser.add_argument("--steps", type=int, default=10, help="steps that count, of each contestant")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--equal-malloc", action=argparse.BooleanOptionalAction, default=True,
+                        help="give transformers the malloc settings that megnorm's launcher sets")
+    args = parser.parse_args()
+    if args.steps < 1 or args.threads < 1:
+        parser.error("--steps and --threads must be at least 1")
+    console = Console()
+    results = []
+    with console.status("starting") as status:
+        for shape in args.shapes:
+            for dtype in args.dtypes:
+                results.append(compare(shape, dtype, args.steps, args.threads, args.equal_malloc, CONTESTANTS,
+                                       progress=status.update))
+    console.print(costs_table(results), ratios_table(results))
+    malloc = "the same malloc settings for all" if args.equal_malloc else "transformers without the malloc settings"
+    console.print(f"{args.steps} steps each, {args.threads} thread(s) of {os.cpu_count()} cores, {malloc}, "
+                  f"load average {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()
