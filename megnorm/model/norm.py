@@ -16,9 +16,11 @@ def rms_norm(x: Tensor, gain: Tensor, bias: Tensor | None, norm: Norm) -> Tensor
     """gain * x / sqrt(mean(x^2) + eps) + bias over the last axis; x [..., n], gain and bias [n]."""
     if norm.rounding == "cast_then_gain":
         y = F.rms_norm(x, x.shape[-1:], None, norm.eps) * gain
-    else:
-        y = F.rms_norm(x, x.shape[-1:], gain, norm.eps)
-    return y if bias is None else y + bias
+        return y if bias is None else y + bias
+    if bias is None:
+        return F.rms_norm(x, x.shape[-1:], gain, norm.eps)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (F.rms_norm(x.to(wide), x.shape[-1:], gain.to(wide), norm.eps) + bias.to(wide)).to(x.dtype)
 
 
 def layer_norm(x: Tensor, gain: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
@@ -56,31 +58,34 @@ class SpanningNorm(nn.Module):
     are sharded like x.
     """
 
-    def __init__(self, name: str, norm: Norm, width: int, *, tp: Alone):
+    def __init__(self, name: str, norm: Norm, width: int, *, tp: Alone, slices: int | None = None):
+        """slices: pieces that x can be cut into; with fewer than ranks, each piece is counted once."""
         super().__init__()
-        self.tp, self.norm, self.width = tp, norm, width
-        self.gain = tp.parameter(f"{name}.gain", (width,), dim=0, role="norm", init=Constant(norm.gain_init))
-        self.bias = (tp.parameter(f"{name}.bias", (width,), dim=0, role="bias", init=Constant(0.0))
+        self.tp, self.norm = tp, norm
+        cut = {"dim": 0, "slices": min(slices or tp.size, tp.size)}
+        self.counted = width * tp.size // cut["slices"]
+        self.gain = tp.parameter(f"{name}.gain", (width,), role="norm", init=Constant(norm.gain_init), **cut)
+        self.bias = (tp.parameter(f"{name}.bias", (width,), role="bias", init=Constant(0.0), **cut)
                      if norm.bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.norm.kind == "layer":
-            wide = wide - self.tp.statistic(wide.sum(-1, keepdim=True)) / self.width
-        mean_square = self.tp.statistic(wide.square().sum(-1, keepdim=True)) / self.width
+            wide = wide - self.tp.statistic(wide.sum(-1, keepdim=True)) / self.counted
+        mean_square = self.tp.statistic(wide.square().sum(-1, keepdim=True)) / self.counted
         y = wide * torch.rsqrt(mean_square + self.norm.eps)
         if self.norm.rounding == "cast_then_gain":
-            y = y.to(x.dtype) * self.gain
+            y = y.to(x.dtype) * self.tp.shared(self.gain)
         else:
-            y = y * self.gain
+            y = y * self.tp.shared(self.gain)
         if self.bias is not None:
-            y = y + self.bias
+            y = y + self.tp.shared(self.bias)
         return y.to(x.dtype)
 
 
 def hidden_norm(name: str, norm: Norm | None, width: int, tp: Alone) -> nn.Module:
-    """A norm over the hidden axis, which every rank holds whole."""
-    return nn.Identity() if norm is None else LocalNorm(name, norm, width, tp=tp)
+    """A norm over the hidden axis, which every rank holds whole (of all tokens, or of its slice of them)."""
+    return nn.Identity() if norm is None else LocalNorm(name, norm, width, tp=tp, partial=tp.sliced)
 
 
 def heads_norm(name: str, norm: HeadNorm | None, heads: int, head_size: int, tp: Alone) -> nn.Module:
@@ -91,7 +96,7 @@ def heads_norm(name: str, norm: HeadNorm | None, heads: int, head_size: int, tp:
     if norm is None:
         return nn.Identity()
     if norm.scope == "all_heads":
-        return SpanningNorm(name, norm, heads * head_size, tp=tp)
+        return SpanningNorm(name, norm, heads * head_size, tp=tp, slices=heads)
     return LocalNorm(name, norm, head_size, tp=tp, partial=True)
 
 
