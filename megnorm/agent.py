@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from megnorm.launcher import (
+from megnorm.exits import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
     EXIT_NO_SPACE,

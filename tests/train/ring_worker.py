@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megnorm.launcher import EXIT_STOPPED, LaunchError, Progress, worker_main
+from megnorm.exits import EXIT_STOPPED
+from megnorm.launcher import LaunchError, Progress, worker_main
 
 
 def end_badly(how: str) -> None:
