@@ -1,4 +1,4 @@
-"""Where norms stand, as data: the slots of a sublayer (norm-placement vocabulary of the whole system).
+"""Where norms stand, as data: the slots of a sublayer and of a model (norm-placement vocabulary of the system).
 
 One sublayer, attention or FFN, computes
 
@@ -6,38 +6,75 @@ One sublayer, attention or FFN, computes
     r = h if residual_from is "normed" else x
     x = post_norm(residual_scale * r + branch_scale * out_norm(body(h)))
 
-and an absent slot is the identity.
+and an absent slot is the identity. All values here are resolved: rules of the layer number and the depth have
+been evaluated on global numbers (see megnorm.norms).
 """
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from megnorm.config.base import Section
 
-NormKind = Literal["rms", "layer"]
+NormKind = Literal["rms", "layer", "l2", "dyt"]
 Rounding = Literal["gain_then_cast", "cast_then_gain"]
 
 
 class Norm(Section):
-    """One norm: y = gain * x / sqrt(mean(x^2) + eps)  (rms), or of the centred input, plus bias  (layer).
+    """One norm over n channels x, statistics in fp32.
 
-    ``rounding`` says where a bf16 result is rounded: the gain multiplies in fp32 before the cast
-    (torch's rms_norm, OLMo 2, Gemma), or after the cast (Llama, HybridNorm's OLMo code).
+    rms:   gain * x / sqrt(mean(x^2) + eps) + bias        (arXiv:1910.07467)
+    layer: the same of the centred input                  (arXiv:1607.06450)
+    l2:    gain * x / sqrt(sum(x^2) + eps) + bias
+    dyt:   gain * tanh(alpha x) + bias, alpha learned     (arXiv:2503.10622; takes no statistic)
+
+    gain: "vector", one per channel, or "none". gain_init: the gain's first value. zero_centred: the stored
+    parameter is gain - 1, so that weight decay pulls the gain to 1. scale: constant factor on the output.
+    rounding: where a bf16 result is rounded: the gain multiplies in fp32 before the cast (torch's rms_norm,
+    OLMo 2, Gemma), or after the cast (Llama, HybridNorm's OLMo code).
     """
 
     kind: NormKind = "rms"
     eps: float = Field(1e-5, ge=0)
     bias: bool = False
+    gain: Literal["vector", "none"] = "vector"
     gain_init: float = 1.0
+    zero_centred: bool = False
+    scale: float = 1.0
+    alpha_init: float = 0.5
     rounding: Rounding = "gain_then_cast"
 
 
 class HeadNorm(Norm):
-    """A norm of queries, keys, values or the context; ``head``: over one head, gain shared by the heads
-    (Qwen3, HybridNorm); ``all_heads``: over the heads together, one gain per channel (OLMo 2)."""
+    """A norm of queries, keys, values or the context.
+
+    scope ``head``: over one head (Qwen3, HybridNorm), the gain "vector" shared by the heads or one "per_head"
+    (Cohere). ``all_heads``: over the heads together, one gain per channel (OLMo 2). rope: before or after the
+    rotation, for q and k.
+    """
 
     scope: Literal["head", "all_heads"] = "head"
+    gain: Literal["vector", "per_head", "none"] = "vector"
+    rope: Literal["before", "after"] = "before"
+
+
+class Scale(Section):
+    """A factor: the constant ``value``, or a learned scalar or vector over channels that starts there.
+
+    ramp_steps: the factor grows from 0, as min(t / ramp_steps, 1) * value in training step t = 1, 2, ...
+    (ProRes, arXiv:2603.05369). profiled: a learned factor of the residual that starts, instead of at ``value``, at
+    the standard deviation of the sum of the embedding and of all branches before it, measured on the first global
+    batch (Admin, arXiv:2004.08249).
+    """
+
+    value: float = 1.0
+    learned: Literal["no", "scalar", "vector"] = "no"
+    ramp_steps: int = Field(0, ge=0)
+    profiled: bool = False
+
+
+def _as_scale(value: Any) -> Any:
+    return {"value": float(value)} if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
 class Sublayer(Section):
@@ -46,18 +83,30 @@ class Sublayer(Section):
     in_norm: Norm | None = None
     residual_from: Literal["raw", "normed"] = "raw"
     out_norm: Norm | None = None
-    residual_scale: float = 1.0
-    branch_scale: float = 1.0
+    residual_scale: Scale = Scale()
+    branch_scale: Scale = Scale()
     post_norm: Norm | None = None
+
+    @field_validator("residual_scale", "branch_scale", mode="before")
+    @classmethod
+    def _number_is_constant(cls, value: Any) -> Any:
+        return _as_scale(value)
 
 
 class AttentionSlots(Sublayer):
-    """q, k, v: after the projection and before the rotation; ctx: before the output projection."""
+    """q, k, v: after the projection; ctx: before the output projection.
+
+    head_scale: a learned factor per head, "before" the output projection (NormFormer's paper) or "after" it, on
+    contiguous chunks of the projected vector (its released code). gate: the context times
+    sigmoid(W_g x), one gate per "head" or per "element" (arXiv:2505.06708).
+    """
 
     q_norm: HeadNorm | None = None
     k_norm: HeadNorm | None = None
     v_norm: HeadNorm | None = None
     ctx_norm: HeadNorm | None = None
+    head_scale: Literal["none", "before", "after"] = "none"
+    gate: Literal["none", "head", "element"] = "none"
 
 
 class FFNSlots(Sublayer):
@@ -74,8 +123,23 @@ class Block(Section):
 
 
 class Placement(Section):
-    """The norms of a whole model; ``blocks[l]`` belongs to the block with global number l."""
+    """The norms of a whole model; ``blocks[l]`` belongs to the block with global number l.
 
+    streams "residual" (ResiDual, arXiv:2304.14802): beside x, y = embedding + the sum of all branches is carried,
+    and the output is x + final_norm(y). Soft-caps: cap * tanh(scores / cap), on scaled attention scores before the
+    mask, on final logits. attention_scale: factor on the scores, 1 / sqrt(head size) when None.
+    """
+
+    embed_scale: Scale = Scale()
     embed_norm: Norm | None = None
     blocks: tuple[Block, ...]
     final_norm: Norm | None = None
+    streams: Literal["single", "residual"] = "single"
+    attention_scale: float | None = None
+    attention_softcap: float | None = Field(None, gt=0)
+    final_softcap: float | None = Field(None, gt=0)
+
+    @field_validator("embed_scale", mode="before")
+    @classmethod
+    def _number_is_constant(cls, value: Any) -> Any:
+        return _as_scale(value)

@@ -42,7 +42,7 @@ class Sublayer(nn.Module):
         self.in_norm = hidden_norm(f"{name}.in_norm", slots.in_norm, width, tp)
         self.out_norm = hidden_norm(f"{name}.out_norm", slots.out_norm, width, tp)
         self.post_norm = hidden_norm(f"{name}.post_norm", slots.post_norm, width, tp)
-        self.residual_scale, self.branch_scale = scale(slots.residual_scale), scale(slots.branch_scale)
+        self.residual_scale, self.branch_scale = scale(slots.residual_scale.value), scale(slots.branch_scale.value)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.in_norm(x)

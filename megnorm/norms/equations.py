@@ -1,6 +1,6 @@
 """The equations of a placement as text, rendered from the same slots that build the model."""
 
-from megnorm.config.placement import AttentionSlots, Block, FFNSlots, Norm, Placement
+from megnorm.config.placement import AttentionSlots, Block, FFNSlots, Norm, Placement, Scale
 
 
 def equations(placement: Placement) -> list[str]:
@@ -51,8 +51,8 @@ def _ffn(slots: FFNSlots) -> str:
 def _apply(norm: Norm | None, value: str) -> str:
     if norm is None:
         return value
-    return f"{ {'rms': 'RMSNorm', 'layer': 'LayerNorm'}[norm.kind] }({value})"
+    return f"{ {'rms': 'RMSNorm', 'layer': 'LayerNorm', 'l2': 'L2Norm', 'dyt': 'DyT'}[norm.kind] }({value})"
 
 
-def _scaled(scale: float, value: str) -> str:
-    return value if scale == 1.0 else f"{scale:.6g} {value}"
+def _scaled(scale: Scale, value: str) -> str:
+    return value if scale.value == 1.0 else f"{scale.value:.6g} {value}"
