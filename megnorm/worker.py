@@ -27,7 +27,7 @@ def work(prepared: Prepared, resume: str, local_rank: int, report: Callable[[str
     device = device_for(local_rank)
     report("starting")
     start(device, prepared.config.parallel.timeout_seconds)
-    groups = make_groups(prepared.layout, device)
+    groups = make_groups(prepared.layout, device, prepared.config.model.kv_heads)
     run = open_run(prepared, resume, groups, stop)
     code = train(run, report)
     finish()

@@ -58,9 +58,13 @@ class DataConfig(Section):
 
 
 class ParallelConfig(Section):
-    """The layout. dp follows from the world: world = tp * pp * dp; given, it must agree."""
+    """The layout. dp follows from the world: world = tp * pp * dp; given, it must agree.
+
+    sp: cut the hidden stream along the sequence over the tensor-parallel ranks (arXiv:2205.05198).
+    """
 
     tp: int = Field(1, gt=0)
+    sp: bool = False
     pp: int = Field(1, gt=0)
     dp: int | None = Field(None, gt=0)
     zero_stage: Literal[0, 1, 2, 3] = 1

@@ -31,16 +31,16 @@ def gradient_norm(parameters, groups: Groups) -> float:
     """Root of the sum of squares over all pipeline stages and tensor ranks; replicas' gradients are equal."""
     total = 0.0
     for parameter in parameters:
-        if parameter.grad is not None and counts_here(parameter, groups):
+        if parameter.grad is not None and counts_here(parameter):
             total += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64).square()
     total = torch.as_tensor(total, dtype=torch.float64, device=groups.device)
     dist.all_reduce(total, group=groups.model_group)
     return float(total.sqrt())
 
 
-def counts_here(parameter: torch.nn.Parameter, groups: Groups) -> bool:
-    """Whether this rank counts the parameter: shards everywhere, whole tensors on the first tensor rank,
-    the second copy of a tied weight nowhere."""
+def counts_here(parameter: torch.nn.Parameter) -> bool:
+    """Whether this rank counts the parameter: the first of the tensor ranks that hold this part of it; the
+    second copy of a tied weight counts nowhere."""
     if getattr(parameter, "ds_pipe_replicated", False) or getattr(parameter, "megnorm_anchor", False):
         return False
-    return parameter.sharding.dim is not None or groups.at.tp == 0
+    return parameter.sharding.first

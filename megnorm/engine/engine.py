@@ -39,7 +39,9 @@ class Engine:
         self.groups = groups
         self.accumulation = deepspeed_settings(config, groups.layout)["gradient_accumulation_steps"]
         for parameter in module.parameters():
-            parameter.tensor_model_parallel = sharding_of(parameter).dim is not None and groups.layout.tp > 1
+            # DeepSpeed's gradient norm takes what carries this mark from every tensor rank, and all else from
+            # the first one.
+            parameter.tensor_model_parallel = sharding_of(parameter).first
         optimizer = make_optimizer(parameter_groups(module, config.optimizer, groups.pp_group))
         pipeline = groups.layout.pp > 1
         with quiet():

@@ -25,6 +25,8 @@ def deepspeed_settings(config: Config, layout: Layout) -> dict[str, Any]:
         "zero_optimization": {"stage": zero_stage(config), "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 2**31,
+        # A stage's ranks would each send a part of what they take for equal copies; under sp they are slices.
+        "pipeline": {"pipe_partitioned": not layout.sp, "grad_partitioned": not layout.sp},
     }
     if config.train.dtype == "bf16":
         settings["bf16"] = {"enabled": True}

@@ -21,8 +21,8 @@ class Attention(nn.Module):
         h, k, e = model.heads, model.kv_heads, model.head_size
         about = {"bias": model.bias, "init": std.inner, "tp": tp}
         self.q = ColumnLinear(f"{name}.q", model.hidden, h * e, **about)
-        self.k = ColumnLinear(f"{name}.k", model.hidden, k * e, **about)
-        self.v = ColumnLinear(f"{name}.v", model.hidden, k * e, **about)
+        self.k = ColumnLinear(f"{name}.k", model.hidden, k * e, slices=k, **about)
+        self.v = ColumnLinear(f"{name}.v", model.hidden, k * e, slices=k, **about)
         self.out = RowLinear(f"{name}.out", h * e, model.hidden, bias=model.bias, init=std.output, tp=tp)
         self.q_norm = heads_norm(f"{name}.q_norm", slots.q_norm, h, e, tp)
         self.k_norm = heads_norm(f"{name}.k_norm", slots.k_norm, k, e, tp)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megnorm.parallel.tensor import Alone, TensorParallel
+from megnorm.parallel.tensor import Alone, SequenceParallel, TensorParallel
 from megnorm.plan.layout import Coordinates, Layout
 
 
@@ -24,14 +24,23 @@ class Groups:
     device: torch.device
 
 
-def make_groups(layout: Layout, device: torch.device) -> Groups:
-    """Create every group of the layout; a collective call of all ranks of the default group."""
+def make_groups(layout: Layout, device: torch.device, kv_heads: int | None = None) -> Groups:
+    """Create every group of the layout; a collective call of all ranks of the default group.
+
+    kv_heads: where they are fewer than tensor-parallel ranks, the ranks that share one get a group.
+    """
     rank = dist.get_rank()
     assert dist.get_world_size() == layout.world, (dist.get_world_size(), layout)
     at = layout.coordinates(rank)
     mine = {axis: _own_group(layout.groups(axis), rank) for axis in ("tp", "dp", "pp")}
     replicas = [[r for r in range(layout.world) if layout.coordinates(r).dp == d] for d in range(layout.dp)]
-    tp = TensorParallel(mine["tp"]) if layout.tp > 1 else Alone()
+    copies = {}
+    if kv_heads is not None and 1 < kv_heads < layout.tp:
+        share = layout.tp // kv_heads
+        copies[kv_heads] = _own_group([ranks[i:i + share] for ranks in layout.groups("tp")
+                                       for i in range(0, layout.tp, share)], rank)
+    region = SequenceParallel if layout.sp else TensorParallel
+    tp = region(mine["tp"], copies) if layout.tp > 1 else Alone()
     return Groups(layout, rank, at, tp, mine["tp"], mine["dp"], mine["pp"], _own_group(replicas, rank),
                   device)
 

@@ -13,14 +13,18 @@ from megnorm.parallel.tensor import Alone
 class ColumnLinear(nn.Module):
     """y = x W^T + b with the output features split: x [..., in] is whole, y [..., out / tp] is a shard."""
 
-    def __init__(self, name: str, in_features: int, out_features: int, *, bias: bool, init: Normal, tp: Alone):
+    def __init__(self, name: str, in_features: int, out_features: int, *, bias: bool, init: Normal, tp: Alone,
+                 slices: int | None = None):
+        """slices: pieces that the output can be cut into; with fewer than ranks, neighbours hold copies."""
         super().__init__()
-        self.weight = tp.parameter(f"{name}.weight", (out_features, in_features), dim=0, role="matrix", init=init)
-        self.bias = (tp.parameter(f"{name}.bias", (out_features,), dim=0, role="bias", init=Constant(0.0))
+        self.tp = tp
+        cut = {"dim": 0, "slices": min(slices or tp.size, tp.size)}
+        self.weight = tp.parameter(f"{name}.weight", (out_features, in_features), role="matrix", init=init, **cut)
+        self.bias = (tp.parameter(f"{name}.bias", (out_features,), role="bias", init=Constant(0.0), **cut)
                      if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.tp.shared(self.weight), self.tp.shared(self.bias))
 
 
 class RowLinear(nn.Module):
@@ -33,12 +37,12 @@ class RowLinear(nn.Module):
         super().__init__()
         self.tp = tp
         self.weight = tp.parameter(f"{name}.weight", (out_features, in_features), dim=1, role="matrix", init=init)
-        self.bias = (tp.parameter(f"{name}.bias", (out_features,), role="bias", init=Constant(0.0))
+        self.bias = (tp.on_stream(f"{name}.bias", (out_features,), role="bias", init=Constant(0.0))
                      if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.tp.leave(F.linear(x, self.weight))
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.tp.shared(self.bias)
 
 
 class VocabEmbedding(nn.Module):

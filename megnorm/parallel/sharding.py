@@ -35,9 +35,11 @@ class Sharding:
     name: global name, with global layer numbers.
     shape: shape of the whole tensor.
     dim: dimension that is cut into ``count`` equal slices over the tensor-parallel ranks, of which this rank
-        holds number ``index``; None: every rank holds the whole tensor.
-    partial: replicated, but each rank's gradient is only its own share (the parameter acts on this rank's
-        heads or tokens): the sum over the ranks belongs to its use, see ``TensorParallel.shared``.
+        holds number ``index``; None: every rank holds the whole tensor. With fewer slices than ranks,
+        neighbouring ranks hold copies of one slice.
+    first: whether this rank is the first of those that hold this part: it alone counts and saves it.
+    partial: each copy's gradient is only a share (the parameter acts on this rank's heads or tokens): the sum
+        over the copies belongs to the parameter's use, see ``TensorParallel.shared``.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Sharding:
     dim: int | None = None
     index: int = 0
     count: int = 1
+    first: bool = True
     partial: bool = False
 
     @property
@@ -65,7 +68,6 @@ def new_parameter(sharding: Sharding) -> nn.Parameter:
     """An unfilled fp32 parameter of this rank's shape that carries its metadata."""
     if sharding.dim is not None:
         assert sharding.shape[sharding.dim] % sharding.count == 0, sharding
-        assert not sharding.partial, f"{sharding.name}: a sharded parameter's gradient is whole"
     parameter = nn.Parameter(torch.empty(sharding.local_shape))
     parameter.sharding = sharding
     return parameter

@@ -16,11 +16,15 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """A world of pp * dp * tp ranks; rank = (pp_index * dp + dp_index) * tp + tp_index, as in DeepSpeed."""
+    """A world of pp * dp * tp ranks; rank = (pp_index * dp + dp_index) * tp + tp_index, as in DeepSpeed.
+
+    sp: Megatron's sequence parallelism, the hidden stream cut over the tensor-parallel ranks.
+    """
 
     pp: int
     dp: int
     tp: int
+    sp: bool = False
 
     @property
     def world(self) -> int:
@@ -40,7 +44,7 @@ class Layout:
         return list(members.values())
 
     def __str__(self) -> str:
-        return f"TP={self.tp} PP={self.pp} DP={self.dp}"
+        return f"TP={self.tp}{' with SP' if self.sp else ''} PP={self.pp} DP={self.dp}"
 
 
 def make_layout(config: Config, world: int) -> Layout:
@@ -56,18 +60,29 @@ def make_layout(config: Config, world: int) -> Layout:
         raise ConfigError(f"parallel.dp={parallel.dp} doesn't fit: {world} processes / (tp={parallel.tp} x "
                           f"pp={parallel.pp}) = {dp}; leave dp out, or start "
                           f"{model_ranks * parallel.dp} processes")
-    return Layout(pp=parallel.pp, dp=dp, tp=parallel.tp)
+    return Layout(pp=parallel.pp, dp=dp, tp=parallel.tp, sp=parallel.sp)
 
 
 def check_layout(config: Config, layout: Layout) -> None:
     """Raise ConfigError when the model, the batch or the engine can't take this layout."""
     model, train, parallel = config.model, config.train, config.parallel
-    for name, size in (("heads", model.heads), ("kv_heads", model.kv_heads), ("ffn_hidden", model.ffn_hidden),
+    for name, size in (("heads", model.heads), ("ffn_hidden", model.ffn_hidden),
                        ("padded vocabulary", model.padded_vocab)):
         if size % layout.tp:
             fits = [n for n in range(1, size + 1) if size % n == 0][:8]
             raise ConfigError(f"model.{name}={size} is not divisible by parallel.tp={layout.tp}; "
                               f"tp could be one of {fits}")
+    if model.kv_heads % layout.tp and layout.tp % model.kv_heads:
+        fits = [n for n in range(1, model.heads + 1) if model.heads % n == 0
+                and (model.kv_heads % n == 0 or n % model.kv_heads == 0)]
+        raise ConfigError(f"model.kv_heads={model.kv_heads} and parallel.tp={layout.tp}: one must divide the other; "
+                          f"tp could be one of {fits}")
+    if layout.sp and layout.tp == 1:
+        raise ConfigError("parallel.sp=true needs parallel.tp > 1: it cuts the sequence over the "
+                          "tensor-parallel ranks")
+    if layout.sp and config.data.sequence_length % layout.tp:
+        raise ConfigError(f"data.sequence_length={config.data.sequence_length} is not divisible by parallel.tp="
+                          f"{layout.tp}, over which parallel.sp=true cuts it")
     if layout.pp > 1 and parallel.zero_stage > 1:
         raise ConfigError(f"parallel.zero_stage={parallel.zero_stage} doesn't go with parallel.pp={layout.pp}: "
                           "the pipeline engine shards optimizer states only (zero_stage 0 or 1)")

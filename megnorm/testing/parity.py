@@ -96,7 +96,7 @@ def _reference(config: Config, phase: Phase) -> dict[str, Any]:
     from megnorm.engine.optimizer import is_decayed
 
     config = _decay(config, phase)
-    alone = config.parallel.model_copy(update={"tp": 1, "pp": 1, "dp": 1, "recompute": "none"})
+    alone = config.parallel.model_copy(update={"tp": 1, "sp": False, "pp": 1, "dp": 1, "recompute": "none"})
     module = build_module(config.model_copy(update={"parallel": alone}),
                           make_groups(Layout(1, 1, 1), torch.device("cpu")))
     perturb(module.parameters())
@@ -129,7 +129,7 @@ def _in_layout(config: Config, phase: Phase, device_type: str) -> dict[str, Any]
     start_engine(device, 600)
     engine_groups.mpu = None  # of the engine of the phase before
     config = _decay(config, phase)
-    groups = make_groups(make_layout(config, dist.get_world_size()), device)
+    groups = make_groups(make_layout(config, dist.get_world_size()), device, config.model.kv_heads)
     module = build_module(config, groups)
     perturb(module.parameters())
     start = {p.sharding.name: (p.sharding, p.detach().cpu().numpy().copy()) for p in module.parameters()}

@@ -3,6 +3,7 @@ gloo, rendezvous by a file (no ports)."""
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -58,7 +59,7 @@ def _collect(pipes: list, ranks: list, deadline: float) -> list[Any]:
         for pipe in ready:
             rank = pipes.index(pipe)
             try:
-                ok, value = pipe.recv()
+                ok, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 ranks[rank].join()
                 raise RankFailed(f"rank {rank} died with exit code {ranks[rank].exitcode}") from None
@@ -79,7 +80,7 @@ def _rank(function: Callable, rank: int, world: int, store: str, pipe: Any, args
         result = function(*args)
         dist.barrier()
         dist.destroy_process_group()
-        pipe.send((True, result))
+        pipe.send_bytes(pickle.dumps((True, result)))  # by value: shared memory would die with the rank
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
         raise SystemExit(1) from None

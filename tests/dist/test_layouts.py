@@ -29,6 +29,11 @@ ENGINES = {
     "pp4_untied": (4, {"parallel__pp": 4, "model__tie_embeddings": False}),
     "pp2_recompute": (2, {"parallel__pp": 2, "parallel__recompute": "full"}),
     "dp2_zero3_recompute": (2, {"parallel__zero_stage": 3, "parallel__recompute": "full"}),
+    "tp2_sp_dp2": (4, {"parallel__tp": 2, "parallel__sp": True, "model__bias": True}),
+    "tp2_sp_pp2": (4, {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2}),
+    "tp4_kv2": (4, {"parallel__tp": 4}),
+    "tp4_kv1_sp_zero0": (4, {"parallel__tp": 4, "parallel__sp": True, "parallel__zero_stage": 0,
+                             "model__kv_heads": 1}),
     "decay_everything": (2, {"parallel__pp": 2, "optimizer__decay_norms": True, "optimizer__decay_biases": True}),
 }
 
