@@ -16,14 +16,19 @@ class Rotary:
 
     def table(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [length, e/2] in the dtype and on the device of ``like``."""
-        key = (length, like.dtype, like.device)
-        if key not in self._tables:
-            wide = torch.promote_types(like.dtype, torch.float32)
-            exponents = torch.arange(0, self.head_size, 2, dtype=torch.float64) / self.head_size
-            frequencies = (self.theta ** -exponents).to(wide)
-            angles = torch.arange(length, dtype=wide)[:, None] * frequencies
-            self._tables[key] = tuple(f(angles).to(like.device, like.dtype) for f in (torch.cos, torch.sin))
-        return self._tables[key]
+        key = (like.dtype, like.device)
+        if key not in self._tables or len(self._tables[key][0]) < length:
+            self._tables[key] = self._computed(length, like)
+        cos, sin = self._tables[key]
+        return cos[:length], sin[:length]
+
+    @torch.inference_mode(False)  # a table first made while sampling serves training later
+    def _computed(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(like.dtype, torch.float32)
+        exponents = torch.arange(0, self.head_size, 2, dtype=torch.float64) / self.head_size
+        frequencies = (self.theta ** -exponents).to(wide)
+        angles = torch.arange(length, dtype=wide)[:, None] * frequencies
+        return tuple(f(angles).to(like.device, like.dtype) for f in (torch.cos, torch.sin))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [b, h, s, e] -> the same, turned."""
