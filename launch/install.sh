@@ -68,7 +68,7 @@ find_python() {
 }
 
 has_gpu() {
-    [ -e /dev/nvidia0 ] || nvidia-smi -L 2>/dev/null | grep -q GPU
+    [ -e /dev/nvidia0 ] || [[ "$(nvidia-smi -L 2>/dev/null)" == *GPU* ]]
 }
 
 pip_install() {
@@ -123,7 +123,7 @@ stamp_key() {
 
 venv_is_usable() {
     # Its pip names its own place: a folder that was moved or copied does not answer with $VENV.
-    is_new_enough "$VENV/bin/python" && "$VENV/bin/python" -m pip --version 2>/dev/null | grep -qF "$VENV/" &&
+    is_new_enough "$VENV/bin/python" && [[ "$("$VENV/bin/python" -m pip --version 2>/dev/null)" == *"$VENV/"* ]] &&
         { [ -z "${PYTHON:-}" ] || [ "$(version_of "$VENV/bin/python")" = "$(version_of "$PYTHON")" ]; }
 }
 
