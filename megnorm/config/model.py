@@ -34,20 +34,31 @@ class NormConfig(Section):
         return dict(zip(texts, value.values(), strict=True))
 
 
-class InitConfig(Section):
-    """``normal``: every matrix N(0, std). ``megatron``: also divides the output matrices' std by sqrt(2 L).
+InitPolicy = Literal["normal", "megatron", "depth_scaled", "deepnorm", "sub_ln"]
 
-    std defaults to 1/sqrt(2.5 hidden); samples lie within ``cut`` standard deviations.
+
+class InitConfig(Section):
+    """Initial values; without a policy it is the norm scheme's own (megnorm.norms.init_policy).
+
+    normal:       every matrix N(0, std)
+    megatron:     output matrices (attention output, FFN down) with std / sqrt(2 L)
+    depth_scaled: std 1/sqrt(d); attention output 1/sqrt(2 d l), FFN down 1/sqrt(2 f l) in block l = 1..L
+    deepnorm:     Xavier normal; v, attention output and all FFN matrices with gain (8 L)^(-1/4)
+    sub_ln:       v, attention output and all FFN matrices times sqrt(ln 2 L)
+
+    std defaults to 1/sqrt(2.5 hidden), embedding_std to std; samples lie within ``cut`` standard deviations.
     """
 
-    policy: Literal["normal", "megatron"] = "megatron"
+    policy: InitPolicy | None = None
     std: float | None = Field(None, gt=0)
+    embedding_std: float | None = Field(None, gt=0)
     cut: float = Field(3.0, gt=0)
 
 
 class ModelConfig(Section):
     """A decoder-only transformer. Omitted sizes: kv_heads = heads, head_size = hidden / heads,
-    ffn_hidden = 4 hidden (8/3 hidden rounded up to 64 for SwiGLU), vocab_size = the tokenizer's."""
+    ffn_hidden = 4 hidden (8/3 hidden rounded up to 64 for SwiGLU), vocab_size = the tokenizer's. z_loss: weight of
+    (log Z)^2 beside each token's cross entropy (arXiv:2204.02311)."""
 
     layers: int = Field(gt=0)
     hidden: int = Field(gt=0)
@@ -61,6 +72,7 @@ class ModelConfig(Section):
     pad_vocab_to: int = Field(128, gt=0)
     tie_embeddings: bool = True
     rope_theta: float = Field(10000.0, gt=0)
+    z_loss: float = Field(0.0, ge=0)
     norm: NormConfig = NormConfig()
     init: InitConfig = InitConfig()
 

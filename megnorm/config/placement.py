@@ -12,7 +12,7 @@ been evaluated on global numbers (see megnorm.norms).
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from megnorm.config.base import Section
 
@@ -62,15 +62,21 @@ class Scale(Section):
     """A factor: the constant ``value``, or a learned scalar or vector over channels that starts there.
 
     ramp_steps: the factor grows from 0, as min(t / ramp_steps, 1) * value in training step t = 1, 2, ...
-    (ProRes, arXiv:2603.05369). profiled: a learned factor of the residual that starts, instead of at ``value``, at
-    the standard deviation of the sum of the embedding and of all branches before it, measured on the first global
-    batch (Admin, arXiv:2004.08249).
+    (ProRes, arXiv:2603.05369). profiled: a learned factor w of the residual that starts, instead of at
+    ``value``, from the first global batch (Admin, arXiv:2004.08249): w_1 = 1 in the model's first sublayer,
+    w_{s+1} = sqrt(Var(w_s x_s) + Var(f_s)) with the residual x_s and the branch f_s of sublayer s.
     """
 
     value: float = 1.0
     learned: Literal["no", "scalar", "vector"] = "no"
     ramp_steps: int = Field(0, ge=0)
     profiled: bool = False
+
+    @model_validator(mode="after")
+    def _profile_is_learned(self) -> "Scale":
+        if self.profiled and self.learned == "no":
+            raise ValueError("profiled=true needs learned: scalar or vector")
+        return self
 
 
 def _as_scale(value: Any) -> Any:
@@ -125,8 +131,9 @@ class Block(Section):
 class Placement(Section):
     """The norms of a whole model; ``blocks[l]`` belongs to the block with global number l.
 
-    streams "residual" (ResiDual, arXiv:2304.14802): beside x, y = embedding + the sum of all branches is carried,
-    and the output is x + final_norm(y). Soft-caps: cap * tanh(scores / cap), on scaled attention scores before the
+    The blocks read x = embed_norm(embed_scale * embedding). streams "residual" (ResiDual, arXiv:2304.14802):
+    beside x, y is carried, which starts as x and adds up all branches (branch_scale * out_norm(body(h))); the
+    output reads x + final_norm(y). Soft-caps: cap * tanh(scores / cap), on scaled attention scores before the
     mask, on final logits. attention_scale: factor on the scores, 1 / sqrt(head size) when None.
     """
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megnorm.config import ModelConfig
+from megnorm.norms import init_policy
 from megnorm.parallel.sharding import Constant, Normal, Sharding, sharding_of
 
 BLOCK_ROWS = 64
@@ -27,7 +28,7 @@ class InitStd:
 def init_std(model: ModelConfig) -> InitStd:
     """The policy's standard deviations; "megatron" divides the output matrices' by sqrt(2 L)."""
     std = model.init.std if model.init.std is not None else 1 / math.sqrt(2.5 * model.hidden)
-    depth = math.sqrt(2 * model.layers) if model.init.policy == "megatron" else 1.0
+    depth = math.sqrt(2 * model.layers) if init_policy(model) == "megatron" else 1.0
     cut = model.init.cut
     return InitStd(Normal(std, cut), Normal(std / depth, cut), Normal(std, cut))
 

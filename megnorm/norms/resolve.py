@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megnorm.config.base import ConfigError
-from megnorm.config.model import NormConfig
+from megnorm.config.model import InitPolicy, ModelConfig, NormConfig
 from megnorm.config.placement import AttentionSlots, Block, FFNSlots, HeadNorm, Norm, Placement
 from megnorm.norms.schemes import SCHEMES
 
@@ -29,6 +29,11 @@ def resolve(norm: NormConfig, layers: int) -> Placement:
             blocks[layer] = _override(blocks[layer], changes, options, selector)
     return Placement(embed_norm=hidden if scheme.embed_norm else None, blocks=tuple(blocks),
                      final_norm=hidden if scheme.final_norm else None)
+
+
+def init_policy(model: ModelConfig) -> InitPolicy:
+    """How the matrices of a model start: as the user says, else as the norm scheme's paper does."""
+    return model.init.policy or "megatron"
 
 
 def select_layers(selector: str, layers: int) -> range:
