@@ -19,7 +19,7 @@ class RankFailed(AssertionError):
     """A rank raised, died or did not end in time; the message holds its traceback."""
 
 
-def run_ranks(function: Callable, world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(function: Callable, world: int, *args: Any, timeout: float = 120.0, backend: str = "gloo") -> list[Any]:
     """Call ``function(*args)`` on ``world`` ranks with the default process group initialised.
 
     ``function`` must be importable (module level). Returns the results in rank order; raises RankFailed
@@ -34,7 +34,7 @@ def run_ranks(function: Callable, world: int, *args: Any, timeout: float = 120.0
         pipes, ranks = [], []
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(function, rank, world, f"{folder}/store", theirs, args),
+            process = context.Process(target=_rank, args=(function, rank, world, f"{folder}/store", theirs, args, backend),
                                       daemon=True)
             process.start()
             theirs.close()
@@ -69,14 +69,14 @@ def _collect(pipes: list, ranks: list, deadline: float) -> list[Any]:
     return [results[rank] for rank in range(len(ranks))]
 
 
-def _rank(function: Callable, rank: int, world: int, store: str, pipe: Any, args: tuple) -> None:
+def _rank(function: Callable, rank: int, world: int, store: str, pipe: Any, args: tuple, backend: str) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
         result = function(*args)
         dist.barrier()
         dist.destroy_process_group()
