@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al., arXiv:2104.09864), the two halves of a head forming the pairs (as in Llama)."""
+"""Rotary positions (Su et al., arXiv:2104.09864), a head's two halves forming the pairs (as in Llama)."""
 
 import torch
 from torch import Tensor
