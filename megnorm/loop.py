@@ -70,7 +70,7 @@ class Run:
     peak_tflops: float | None
     step: int = 0
     saved_step: int = 0
-    evaluations: dict[str, float] = field(default_factory=dict)
+    interval: list[float] = field(default_factory=list)
 
     @property
     def done(self) -> bool:
@@ -82,8 +82,17 @@ def train(run: Run, report: Callable[[str], None]) -> int:
 
     report: takes a few words on where this rank is, for the message in case it dies.
     """
-    config, began = run.config, time.monotonic()
-    stopped = run.stop.agreed(run.groups.device)
+    began = time.monotonic()
+    try:
+        stopped = _train(run, report)
+        return finish(run, stopped, time.monotonic() - began)
+    finally:
+        run.console.close()
+
+
+def _train(run: Run, report: Callable[[str], None]) -> bool:
+    """Steps, evaluations and checkpoints until the end. Returns whether a signal ended it before."""
+    config, stopped = run.config, run.stop.agreed(run.groups.device)
     while not run.done and not stopped:
         report(f"step {run.step + 1}")
         train_step(run)
@@ -94,21 +103,22 @@ def train(run: Run, report: Callable[[str], None]) -> int:
         if due and not stopped and not run.done:
             save_checkpoint(run)
     report(f"step {run.step}, ending")
-    return finish(run, stopped and not run.done, time.monotonic() - began)
+    return stopped and not run.done
 
 
 def train_step(run: Run) -> None:
-    """One optimizer step, and its row of metrics where one is due."""
+    """One optimizer step, and its row of metrics where one is due (its times are means since the last row)."""
     config, began = run.config, time.monotonic()
     batches = micro_batches(run.datasets.train, run.step * config.train.global_batch, config.train.global_batch,
                             config.train.micro_batch, run.groups.at.dp, run.groups.layout.dp)
     lr = learning_rate(config, run.step)
     result = run.engine.step(as_tensors(batches, run.groups.device), lr)
     run.step += 1
-    seconds = time.monotonic() - began
-    if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
-        diverged(run, result.loss, result.grad_norm)
-    if run.step % config.observe.log_every == 0 or run.done:
+    run.interval.append(time.monotonic() - began)
+    finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
+    if run.step % config.observe.log_every == 0 or run.done or not finite:
+        seconds = sum(run.interval) / len(run.interval)
+        run.interval.clear()
         speed = config.tokens_per_step / seconds
         mfu = (model_flops_utilization(config, speed, run.groups.layout.world, run.peak_tflops)
                if run.peak_tflops else None)
@@ -118,6 +128,8 @@ def train_step(run: Run) -> None:
         for sink in run.sinks:
             sink.step(row)
         run.console.step(row, config.total_steps)
+    if not finite:
+        diverged(run, result.loss, result.grad_norm)
 
 
 def diverged(run: Run, loss: float, grad_norm: float) -> NoReturn:
@@ -133,7 +145,6 @@ def evaluate(run: Run, split: str) -> float:
     samples = min(config.train.eval_samples, getattr(dataset, "samples_per_epoch", config.train.eval_samples))
     batches = evaluation_batches(dataset, samples, config.train.micro_batch, run.groups.at.dp, run.groups.layout.dp)
     loss = run.engine.evaluate(as_tensors(batches, run.groups.device))
-    run.evaluations[split] = loss
     for sink in run.sinks:
         sink.evaluation(run.step, split, loss)
     run.console.evaluation(run.step, split, loss)
