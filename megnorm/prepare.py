@@ -1,5 +1,6 @@
 """Everything about a run that can be refused, checked before any worker starts. Imports no torch."""
 
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +49,16 @@ def with_vocabulary(config: Config) -> Config:
                           f"{(config.data.train or config.data.sources)[0][1]}.meta.json that says it")
     model = config.model.model_copy(update={"vocab_size": meta.tokenizer.vocab_size})
     return config.model_copy(update={"model": model})
+
+
+def make_run_dir(config: Config) -> None:
+    """Create the run directory, and see that files can be written in it. Raises ConfigError."""
+    try:
+        Path(config.run_dir).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=config.run_dir):
+            pass
+    except OSError as error:
+        raise ConfigError(f"run_dir={config.run_dir} can't be written ({error.strerror}): name another folder") from None
 
 
 def check_run_dir(config: Config, resume: str) -> list[str]:
