@@ -1,57 +1,68 @@
 """Norm modules. An absent norm is the identity, chosen when the model is built.
 
-RMSNorm: arXiv:1910.07467. LayerNorm: arXiv:1607.06450. Statistics are taken in fp32 (fp64 for fp64 input).
+The kinds and their equations: megnorm.config.placement.Norm. Learned are gain, bias and DyT's alpha.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megnorm.config.placement import HeadNorm, Norm
+from megnorm.model.kernels import affine, kernel_for, wide_dtype
 from megnorm.parallel.sharding import Constant
 from megnorm.parallel.tensor import Alone
 
-
-def rms_norm(x: Tensor, gain: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
-    """gain * x / sqrt(mean(x^2) + eps) + bias over the last axis; x [..., n], gain and bias [n]."""
-    if norm.rounding == "cast_then_gain":
-        y = F.rms_norm(x, x.shape[-1:], None, norm.eps) * gain
-        return y if bias is None else y + bias
-    if bias is None:
-        return F.rms_norm(x, x.shape[-1:], gain, norm.eps)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return (F.rms_norm(x.to(wide), x.shape[-1:], gain.to(wide), norm.eps) + bias.to(wide)).to(x.dtype)
+Make = Callable[..., nn.Parameter]
 
 
-def layer_norm(x: Tensor, gain: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
-    """gain * (x - mean) / sqrt(var + eps) + bias over the last axis; x [..., n], gain and bias [n]."""
-    if norm.rounding == "cast_then_gain":
-        y = F.layer_norm(x, x.shape[-1:], None, None, norm.eps) * gain
-        return y if bias is None else y + bias
-    return F.layer_norm(x, x.shape[-1:], gain, bias, norm.eps)
+class Learned(nn.Module):
+    """Gain and bias of a norm, None where absent; a zero-centred gain is stored less 1.
+
+    make: creates a parameter, sharded like the axis on which it acts. factor: constant on the gain.
+    """
+
+    def __init__(self, name: str, norm: Norm, shape: tuple[int, ...], make: Make, tp: Alone,
+                 factor: float = 1.0):
+        super().__init__()
+        self.tp, self.norm, self.factor = tp, norm, factor * norm.scale
+        self.offset = 1.0 if norm.zero_centred else 0.0
+        self.gain = (make(f"{name}.gain", shape, role="norm", init=Constant(norm.gain_init - self.offset))
+                     if norm.gain != "none" else None)
+        self.bias = make(f"{name}.bias", shape, role="bias", init=Constant(0.0)) if norm.bias else None
+        self.as_stored = self.factor == norm.scale == 1.0 and not norm.zero_centred
+
+    def vectors(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Gain and bias as they act on x; in fp32 at least where they differ from what is stored."""
+        gain, bias = self.tp.shared(self.gain), self.tp.shared(self.bias)
+        if self.as_stored:
+            return gain, bias
+        wide = wide_dtype(x)
+        gain = x.new_ones(x.shape[-1], dtype=wide) if gain is None else gain.to(wide) + self.offset
+        return self.factor * gain, None if bias is None else self.norm.scale * bias.to(wide)
 
 
-KERNELS = {"rms": rms_norm, "layer": layer_norm}
-
-
-class LocalNorm(nn.Module):
+class LocalNorm(Learned):
     """A norm whose statistic lies within one rank: over the last axis of x, cut into groups of ``width``."""
 
-    def __init__(self, name: str, norm: Norm, width: int, *, tp: Alone, partial: bool = False):
-        super().__init__()
-        self.tp, self.norm, self.width, self.kernel = tp, norm, width, KERNELS[norm.kind]
-        about = {"role": "norm", "partial": partial}
-        self.gain = tp.parameter(f"{name}.gain", (width,), init=Constant(norm.gain_init), **about)
-        self.bias = (tp.parameter(f"{name}.bias", (width,), init=Constant(0.0), role="bias", partial=partial)
-                     if norm.bias else None)
+    def __init__(self, name: str, norm: Norm, width: int, *, tp: Alone, make: Make | None = None,
+                 shape: tuple[int, ...] | None = None, backend: str = "auto"):
+        """make: default, on the hidden stream. shape of gain and bias: [width], or [groups, width]."""
+        factor = 1.0
+        if norm.kind == "l2":  # x / sqrt(sum(x^2) + eps) = x / sqrt(mean(x^2) + eps / n) / sqrt(n)
+            norm, factor = norm.model_copy(update={"kind": "rms", "eps": norm.eps / width}), width**-0.5
+        super().__init__(name, norm, shape or (width,), make or tp.on_stream, tp, factor)
+        self.width = width
+        self.backend, self.kernel = kernel_for(norm.kind, backend)
 
     def forward(self, x: Tensor) -> Tensor:
         groups = x.unflatten(-1, (-1, self.width)) if x.shape[-1] != self.width else x
-        y = self.kernel(groups, self.tp.shared(self.gain), self.tp.shared(self.bias), self.norm)
-        return y.view(x.shape)
+        y = self.kernel(groups, *self.vectors(groups), self.norm)
+        return y.reshape(x.shape)
 
 
-class SpanningNorm(nn.Module):
+class SpanningNorm(Learned):
     """A norm over an axis that is split over tensor-parallel ranks: x [..., width / tp].
 
     The sums that the statistic needs are added over the ranks, and so are their gradients; gain and bias
@@ -60,46 +71,88 @@ class SpanningNorm(nn.Module):
 
     def __init__(self, name: str, norm: Norm, width: int, *, tp: Alone, slices: int | None = None):
         """slices: pieces that x can be cut into; with fewer than ranks, each piece is counted once."""
-        super().__init__()
-        self.tp, self.norm = tp, norm
-        cut = {"dim": 0, "slices": min(slices or tp.size, tp.size)}
-        self.counted = width * tp.size // cut["slices"]
-        self.gain = tp.parameter(f"{name}.gain", (width,), role="norm", init=Constant(norm.gain_init), **cut)
-        self.bias = (tp.parameter(f"{name}.bias", (width,), role="bias", init=Constant(0.0), **cut)
-                     if norm.bias else None)
+        slices = min(slices or tp.size, tp.size)
+        super().__init__(name, norm, (width,), partial(tp.parameter, dim=0, slices=slices), tp)
+        self.backend, self.copies, self.width = "torch", tp.size // slices, width
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = x.to(wide_dtype(x))
         if self.norm.kind == "layer":
-            wide = wide - self.tp.statistic(wide.sum(-1, keepdim=True)) / self.counted
-        mean_square = self.tp.statistic(wide.square().sum(-1, keepdim=True)) / self.counted
-        y = wide * torch.rsqrt(mean_square + self.norm.eps)
-        if self.norm.rounding == "cast_then_gain":
-            y = y.to(x.dtype) * self.tp.shared(self.gain)
-        else:
-            y = y * self.tp.shared(self.gain)
-        if self.bias is not None:
-            y = y + self.tp.shared(self.bias)
-        return y.to(x.dtype)
+            wide = wide - self._sum(wide) / self.width
+        count = 1 if self.norm.kind == "l2" else self.width
+        y = wide * torch.rsqrt(self._sum(wide.square()) / count + self.norm.eps)
+        y = y.to(x.dtype) if self.norm.rounding == "cast_then_gain" else y
+        return affine(y, *self.vectors(x), x.dtype)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        """Over the whole axis [..., 1]."""
+        return self.tp.statistic(x.sum(-1, keepdim=True)) / self.copies
 
 
-def hidden_norm(name: str, norm: Norm | None, width: int, tp: Alone) -> nn.Module:
+class DyT(Learned):
+    """gain * tanh(alpha x) + bias (arXiv:2503.10622): no statistic, hence none to sum over ranks."""
+
+    def __init__(self, name: str, norm: Norm, width: int, *, tp: Alone, make: Make | None = None,
+                 shape: tuple[int, ...] | None = None, make_alpha: Make | None = None):
+        """The gain is [groups, width] or [width] on x [..., groups * width]; alpha is a scalar [1]."""
+        super().__init__(name, norm, shape or (width,), make or tp.on_stream, tp)
+        self.backend, self.width = "torch", width
+        make_alpha = make_alpha or tp.on_stream
+        self.alpha = make_alpha(f"{name}.alpha", (1,), role="norm", init=Constant(norm.alpha_init))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = wide_dtype(x)
+        y = torch.tanh(self.tp.shared(self.alpha).to(wide) * x.to(wide))
+        y = y.to(x.dtype) if self.norm.rounding == "cast_then_gain" else y
+        groups = y.unflatten(-1, (-1, self.width)) if x.shape[-1] != self.width else y
+        return affine(groups, *self.vectors(groups), x.dtype).reshape(x.shape)
+
+
+def hidden_norm(name: str, norm: Norm | None, width: int, tp: Alone, backend: str = "auto") -> nn.Module:
     """A norm over the hidden axis, which every rank holds whole (of all tokens, or of its slice of them)."""
-    return nn.Identity() if norm is None else LocalNorm(name, norm, width, tp=tp, partial=tp.sliced)
+    if norm is None:
+        return nn.Identity()
+    if norm.kind == "dyt":
+        return DyT(name, norm, width, tp=tp)
+    return LocalNorm(name, norm, width, tp=tp, backend=backend)
 
 
-def heads_norm(name: str, norm: HeadNorm | None, heads: int, head_size: int, tp: Alone) -> nn.Module:
+def heads_norm(name: str, norm: HeadNorm | None, heads: int, head_size: int, tp: Alone,
+               backend: str = "auto") -> nn.Module:
     """A norm of this rank's heads, laid out flat [..., heads / tp * head_size].
 
-    Over one head, the shared gain acts on this rank's heads only: its gradient is a share, hence ``partial``.
+    Over one head, the shared gain acts on this rank's heads only: its gradient is a share, hence ``partial``;
+    a gain per head is sharded by head.
     """
     if norm is None:
         return nn.Identity()
     if norm.scope == "all_heads":
-        return SpanningNorm(name, norm, heads * head_size, tp=tp, slices=heads)
-    return LocalNorm(name, norm, head_size, tp=tp, partial=True)
+        return _sharded_norm(name, norm, heads * head_size, tp, heads, backend)
+    if norm.gain == "per_head":
+        about = {"make": _sliced(tp, heads), "shape": (heads, head_size)}
+    else:
+        about = {"make": partial(tp.parameter, partial=True)}
+    if norm.kind == "dyt":
+        return DyT(name, norm, head_size, tp=tp, make_alpha=partial(tp.parameter, partial=True), **about)
+    return LocalNorm(name, norm, head_size, tp=tp, backend=backend, **about)
 
 
-def inner_norm(name: str, norm: Norm | None, width: int, tp: Alone) -> nn.Module:
+def inner_norm(name: str, norm: Norm | None, width: int, tp: Alone, backend: str = "auto") -> nn.Module:
     """A norm over the FFN's inner axis, which is split over the ranks."""
-    return nn.Identity() if norm is None else SpanningNorm(name, norm, width, tp=tp)
+    return nn.Identity() if norm is None else _sharded_norm(name, norm, width, tp, tp.size, backend)
+
+
+def _sharded_norm(name: str, norm: Norm, width: int, tp: Alone, slices: int, backend: str) -> nn.Module:
+    """A norm over an axis that is cut into ``slices`` pieces at most; one rank alone needs no sums."""
+    make = _sliced(tp, slices)
+    if norm.kind == "dyt":
+        own, make_alpha = width // min(slices, tp.size), partial(tp.parameter, partial=True)
+        return DyT(name, norm, own, tp=tp, make=make, shape=(width,), make_alpha=make_alpha)
+    if tp.size == 1:
+        return LocalNorm(name, norm, width, tp=tp, make=make, backend=backend)
+    return SpanningNorm(name, norm, width, tp=tp, slices=slices)
+
+
+def _sliced(tp: Alone, slices: int) -> Make:
+    """Makes parameters that are cut along their first dimension."""
+    return partial(tp.parameter, dim=0, slices=min(slices, tp.size))

@@ -5,7 +5,7 @@ import torch
 from decoders import decoder, model_config, relative, tokens_of
 
 from megnorm.config.placement import Norm
-from megnorm.model.norm import rms_norm
+from megnorm.model.kernels import rms_norm
 from megnorm.model.rotary import Rotary
 
 LENGTH, SIZE, THETA = 4096, 64, 10000.0
