@@ -199,9 +199,7 @@ def write_run(run_dir, settings, before, after):
 def resume_run(run_dir, settings, after, save_again=False):
     """Rank function: load the newest of run_dir, train on; the same results."""
     engine, groups = build(**settings)
-    with torch.no_grad():  # what isn't loaded is wrong
-        for p in engine.module.parameters():
-            p.data.add_(1.0)
+    train(engine, groups, 50, 2)  # other weights, moments and count of updates: what isn't loaded is wrong
     found = storage.find_newest(run_dir)
     loaded = load(found.path, engine, groups)
     step = loaded.manifest.step
