@@ -53,11 +53,12 @@ def select_layers(selector: str, layers: int) -> range:
         return range(start, stop)
     if match := re.fullmatch(r"(first|last)\s+(\d+(?:\.\d+)?)(\s*%)?", text):
         end, amount, percent = match.groups()
-        count = math.floor(Fraction(amount) * layers / 100) if percent else Fraction(amount)
-        if not 0 < count <= layers or count != int(count):
-            raise ConfigError(f"model.norm.overrides: {selector!r} names {float(count):g} of {layers} layers; "
+        exact = Fraction(amount) * layers / 100 if percent else Fraction(amount)
+        count = math.floor(exact)
+        if count < 1 or exact > layers or (exact != count and not percent):
+            raise ConfigError(f"model.norm.overrides: {selector!r} names {float(exact):g} of {layers} layers; "
                               f"give a whole number from 1 to {layers}, or a share of the depth in %")
-        return range(int(count)) if end == "first" else range(layers - int(count), layers)
+        return range(count) if end == "first" else range(layers - count, layers)
     raise ConfigError(f"model.norm.overrides: can't read the layers {selector!r}; "
                       'write "3", "-1", "4:8", "first 2" or "last 25%"')
 
