@@ -23,7 +23,7 @@ def build_module(config: Config, groups: Groups) -> nn.Module:
     layers = decoder_layers(model, placement, config.parallel.recompute, groups.tp)
     loss = TokenLoss(model.vocab_size, groups.tp)
     if groups.layout.pp > 1:
-        module = make_stage(layers, _layer_bounds(layers, block_bounds(model, groups.layout.pp)), tied_logits,
+        module = make_stage(layers, _layer_bounds(layers, block_bounds(config, groups.layout.pp)), tied_logits,
                             groups.layout, loss)
     else:
         module = Decoder(layers, loss)

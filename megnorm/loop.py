@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megnorm.checkpoint.save import SaveFailed, save
 from megnorm.config import Config
-from megnorm.data.batches import Batch, evaluation_batches, micro_batches
+from megnorm.data.batches import Batch, evaluation_batches, micro_batches, part_of
 from megnorm.data.datasets import Datasets
 from megnorm.engine.engine import Engine, MicroBatch
 from megnorm.observe.humanize import duration
@@ -110,9 +110,9 @@ def train_step(run: Run) -> None:
     """One optimizer step, and its row of metrics where one is due (its times are means since the last row)."""
     config, began = run.config, time.monotonic()
     batches = micro_batches(run.datasets.train, run.step * config.train.global_batch, config.train.global_batch,
-                            config.train.micro_batch, run.groups.at.dp, run.groups.layout.dp)
+                            config.train.micro_batch, run.groups.replica, run.groups.layout.replicas)
     lr = learning_rate(config, run.step)
-    result = run.engine.step(as_tensors(batches, run.groups.device), lr)
+    result = run.engine.step(as_tensors(batches, run.groups), lr)
     run.step += 1
     run.interval.append(time.monotonic() - began)
     finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
@@ -143,8 +143,9 @@ def evaluate(run: Run, split: str) -> float:
     """Mean loss in nats per token over the first ``eval_samples`` samples of a split, on every layout the same."""
     dataset, config = getattr(run.datasets, split), run.config
     samples = min(config.train.eval_samples, getattr(dataset, "samples_per_epoch", config.train.eval_samples))
-    batches = evaluation_batches(dataset, samples, config.train.micro_batch, run.groups.at.dp, run.groups.layout.dp)
-    loss = run.engine.evaluate(as_tensors(batches, run.groups.device))
+    batches = evaluation_batches(dataset, samples, config.train.micro_batch, run.groups.replica,
+                                 run.groups.layout.replicas)
+    loss = run.engine.evaluate(as_tensors(batches, run.groups))
     for sink in run.sinks:
         sink.evaluation(run.step, split, loss)
     run.console.evaluation(run.step, split, loss)
@@ -189,7 +190,8 @@ def finish(run: Run, stopped: bool, seconds: float) -> int:
     return EXIT_STOPPED if stopped else 0
 
 
-def as_tensors(batches: list[Batch], device: torch.device) -> list[MicroBatch]:
-    """numpy batches as tensors on the device."""
-    return [tuple(torch.from_numpy(array).to(device) for array in (batch.tokens, batch.labels, batch.weights))
-            for batch in batches]
+def as_tensors(batches: list[Batch], groups: Groups) -> list[MicroBatch]:
+    """This rank's part of a replica's batches, as tensors on its device."""
+    parts = [part_of(batch, groups.cp.rank, groups.cp.size) for batch in batches]
+    return [tuple(torch.from_numpy(array).to(groups.device) for array in (part.tokens, part.labels, part.weights))
+            for part in parts]

@@ -58,18 +58,27 @@ class DataConfig(Section):
 
 
 class ParallelConfig(Section):
-    """The layout. dp follows from the world: world = tp * pp * dp; given, it must agree.
+    """The layout. dp follows from the world: world = tp * pp * cp * dp; given, it must agree.
 
     sp: cut the hidden stream along the sequence over the tensor-parallel ranks (arXiv:2205.05198).
+    cp: cut whole sequences over ranks (arXiv:2309.14509). stages: blocks of each pipeline stage, when the
+    balanced cut is not wanted.
     """
 
     tp: int = Field(1, gt=0)
     sp: bool = False
     pp: int = Field(1, gt=0)
+    stages: tuple[int, ...] | None = None
+    cp: int = Field(1, gt=0)
     dp: int | None = Field(None, gt=0)
     zero_stage: Literal[0, 1, 2, 3] = 1
     recompute: Literal["none", "full"] = "none"
     timeout_seconds: int = Field(600, gt=0)
+
+    @field_validator("stages", mode="before")
+    @classmethod
+    def _counts(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
 
 
 class TrainConfig(Section):

@@ -30,6 +30,15 @@ class Batch:
     weights: np.ndarray
 
 
+def part_of(batch: Batch, part: int, parts: int) -> Batch:
+    """Part number ``part`` of the sequences, cut into ``parts`` (context parallelism); the weights make up for
+    the mean being taken over as many ranks more."""
+    width = batch.tokens.shape[1] // parts
+    columns = slice(part * width, (part + 1) * width)
+    return Batch(batch.tokens[:, columns].copy(), batch.labels[:, columns].copy(),
+                 batch.weights[:, columns] * np.float32(parts))
+
+
 def every_token(labels: np.ndarray) -> np.ndarray:
     """The mask under which every target counts."""
     return np.ones(labels.shape, bool)

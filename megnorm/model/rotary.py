@@ -7,20 +7,20 @@ from torch import Tensor
 class Rotary:
     """Turns channel pairs (i, i + e/2) of position p by the angle p * theta^(-2i/e), taken in fp32.
 
-    Holds no parameters or buffers, so that no cast of a model can touch the angles.
+    part: the tokens at hand are this part of their sequences, counted from 0 (context parallelism). Holds no parameters or buffers, so that no cast of a model can touch the angles.
     """
 
-    def __init__(self, head_size: int, theta: float):
-        self.head_size, self.theta = head_size, theta
+    def __init__(self, head_size: int, theta: float, part: int = 0):
+        self.head_size, self.theta, self.part = head_size, theta, part
         self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
 
     def table(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [length, e/2] in the dtype and on the device of ``like``."""
-        key = (like.dtype, like.device)
-        if key not in self._tables or len(self._tables[key][0]) < length:
-            self._tables[key] = self._computed(length, like)
+        key, first = (like.dtype, like.device), self.part * length
+        if key not in self._tables or len(self._tables[key][0]) < first + length:
+            self._tables[key] = self._computed(first + length, like)
         cos, sin = self._tables[key]
-        return cos[:length], sin[:length]
+        return cos[first:first + length], sin[first:first + length]
 
     @torch.inference_mode(False)  # a table first made while sampling serves training later
     def _computed(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:

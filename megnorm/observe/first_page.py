@@ -54,7 +54,7 @@ def _run(config: Config, layout: Layout, start_step: int) -> dict[str, str]:
         "layout": f"{layout.world} processes: {layout}; ZeRO stage {config.parallel.zero_stage}, "
                   f"{train.dtype}"
                   f"{', activations recomputed' if config.parallel.recompute == 'full' else ''}",
-        "batch": f"{train.global_batch} sequences of {config.data.sequence_length} tokens = dp {layout.dp} x "
+        "batch": f"{train.global_batch} sequences of {config.data.sequence_length} tokens = dp {layout.replicas} x "
                  f"accumulation {accumulation} x micro batch {train.micro_batch}: {per_step:,} tokens a step",
         "duration": f"{total:,} steps{left}: {count(total * train.global_batch)} samples, "
                     f"{count(total * per_step)} tokens",

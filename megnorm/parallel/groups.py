@@ -5,23 +5,31 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megnorm.parallel.context import ContextParallel, WholeContext
 from megnorm.parallel.tensor import Alone, SequenceParallel, TensorParallel
 from megnorm.plan.layout import Coordinates, Layout
 
 
 @dataclass(frozen=True)
 class Groups:
-    """This rank's place and its groups: tp as a region, dp and pp as process groups, model = pp x tp."""
+    """This rank's place and its groups: tp and cp as values that modules use, the others as process groups;
+    model = pp x tp."""
 
     layout: Layout
     rank: int
     at: Coordinates
     tp: Alone
+    cp: WholeContext
     tp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup
     model_group: dist.ProcessGroup
     device: torch.device
+
+    @property
+    def replica(self) -> int:
+        """Which of the different micro batches this rank works on."""
+        return self.at.dp // self.layout.cp
 
 
 def make_groups(layout: Layout, device: torch.device, kv_heads: int | None = None) -> Groups:
@@ -41,7 +49,9 @@ def make_groups(layout: Layout, device: torch.device, kv_heads: int | None = Non
                                        for i in range(0, layout.tp, share)], rank)
     region = SequenceParallel if layout.sp else TensorParallel
     tp = region(mine["tp"], copies) if layout.tp > 1 else Alone()
-    return Groups(layout, rank, at, tp, mine["tp"], mine["dp"], mine["pp"], _own_group(replicas, rank),
+    neighbours = [ranks[i:i + layout.cp] for ranks in layout.groups("dp") for i in range(0, layout.dp, layout.cp)]
+    cp = ContextParallel(_own_group(neighbours, rank)) if layout.cp > 1 else WholeContext()
+    return Groups(layout, rank, at, tp, cp, mine["tp"], mine["dp"], mine["pp"], _own_group(replicas, rank),
                   device)
 
 

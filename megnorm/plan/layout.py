@@ -18,13 +18,21 @@ class Coordinates(NamedTuple):
 class Layout:
     """A world of pp * dp * tp ranks; rank = (pp_index * dp + dp_index) * tp + tp_index, as in DeepSpeed.
 
-    sp: Megatron's sequence parallelism, the hidden stream cut over the tensor-parallel ranks.
+    dp: ranks over which gradients are averaged: ``replicas`` times cp neighbours that share their sequences
+    (context parallelism). sp: Megatron's sequence parallelism, the hidden stream cut over the
+    tensor-parallel ranks.
     """
 
     pp: int
     dp: int
     tp: int
     sp: bool = False
+    cp: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """How many different micro batches there are at a time."""
+        return self.dp // self.cp
 
     @property
     def world(self) -> int:
@@ -44,23 +52,24 @@ class Layout:
         return list(members.values())
 
     def __str__(self) -> str:
-        return f"TP={self.tp}{' with SP' if self.sp else ''} PP={self.pp} DP={self.dp}"
+        return (f"TP={self.tp}{' with SP' if self.sp else ''} PP={self.pp} DP={self.replicas}"
+                f"{f' CP={self.cp}' if self.cp > 1 else ''}")
 
 
 def make_layout(config: Config, world: int) -> Layout:
     """The layout of a run on ``world`` ranks. Raises ConfigError when they don't fit, with what would."""
     parallel = config.parallel
-    model_ranks = parallel.tp * parallel.pp
+    model_ranks = parallel.tp * parallel.pp * parallel.cp
+    factors = f"parallel.tp={parallel.tp} x pp={parallel.pp}" + (f" x cp={parallel.cp}" if parallel.cp > 1 else "")
     if world % model_ranks:
         fits = [n for n in range(model_ranks, 4 * world + model_ranks, model_ranks)][:3]
-        raise ConfigError(f"a world of {world} processes doesn't fit parallel.tp={parallel.tp} x "
-                          f"parallel.pp={parallel.pp}: it must be a multiple of {model_ranks}, such as {fits}")
-    dp = world // model_ranks
-    if parallel.dp not in (None, dp):
-        raise ConfigError(f"parallel.dp={parallel.dp} doesn't fit: {world} processes / (tp={parallel.tp} x "
-                          f"pp={parallel.pp}) = {dp}; leave dp out, or start "
-                          f"{model_ranks * parallel.dp} processes")
-    return Layout(pp=parallel.pp, dp=dp, tp=parallel.tp, sp=parallel.sp)
+        raise ConfigError(f"a world of {world} processes doesn't fit {factors}: it must be a multiple of "
+                          f"{model_ranks}, such as {fits}")
+    replicas = world // model_ranks
+    if parallel.dp not in (None, replicas):
+        raise ConfigError(f"parallel.dp={parallel.dp} doesn't fit: {world} processes / ({factors}) = {replicas}; "
+                          f"leave dp out, or start {model_ranks * parallel.dp} processes")
+    return Layout(pp=parallel.pp, dp=replicas * parallel.cp, tp=parallel.tp, sp=parallel.sp, cp=parallel.cp)
 
 
 def check_layout(config: Config, layout: Layout) -> None:
@@ -80,25 +89,34 @@ def check_layout(config: Config, layout: Layout) -> None:
     if layout.sp and layout.tp == 1:
         raise ConfigError("parallel.sp=true needs parallel.tp > 1: it cuts the sequence over the "
                           "tensor-parallel ranks")
-    if layout.sp and config.data.sequence_length % layout.tp:
-        raise ConfigError(f"data.sequence_length={config.data.sequence_length} is not divisible by parallel.tp="
-                          f"{layout.tp}, over which parallel.sp=true cuts it")
+    pieces = layout.cp * (layout.tp if layout.sp else 1)
+    if config.data.sequence_length % pieces:
+        raise ConfigError(f"data.sequence_length={config.data.sequence_length} is not divisible by {pieces}, the "
+                          f"pieces into which parallel.cp={layout.cp} and sp={str(layout.sp).lower()} cut it")
+    for name, heads in (("heads", model.heads), ("kv_heads", max(model.kv_heads, layout.tp))):
+        if heads // layout.tp % layout.cp:
+            raise ConfigError(f"model.{name}: {heads // layout.tp} on each tensor-parallel rank are not divisible by "
+                              f"parallel.cp={layout.cp}, which exchanges tokens for heads")
+    if parallel.stages is not None and (len(parallel.stages) != layout.pp or sum(parallel.stages) != model.layers
+                                        or min(parallel.stages) < 1):
+        raise ConfigError(f"parallel.stages={list(parallel.stages)} must be {layout.pp} numbers (parallel.pp) of at "
+                          f"least 1 that sum to model.layers={model.layers}")
     if layout.pp > 1 and parallel.zero_stage > 1:
         raise ConfigError(f"parallel.zero_stage={parallel.zero_stage} doesn't go with parallel.pp={layout.pp}: "
                           "the pipeline engine shards optimizer states only (zero_stage 0 or 1)")
     if layout.pp > model.layers:
         raise ConfigError(f"parallel.pp={layout.pp} is more than model.layers={model.layers}: "
                           "each stage needs at least one layer")
-    per_step = train.micro_batch * layout.dp
+    per_step = train.micro_batch * layout.replicas
     if train.global_batch % per_step:
         near = max(per_step, round(train.global_batch / per_step) * per_step)
         raise ConfigError(f"train.global_batch={train.global_batch} is not divisible by micro_batch="
-                          f"{train.micro_batch} x dp={layout.dp} = {per_step}; the nearest that is: {near}")
+                          f"{train.micro_batch} x dp={layout.replicas} = {per_step}; the nearest that is: {near}")
 
 
 def accumulation_steps(config: Config, layout: Layout) -> int:
     """Micro batches that each replica works through per step."""
-    return config.train.global_batch // (config.train.micro_batch * layout.dp)
+    return config.train.global_batch // (config.train.micro_batch * layout.replicas)
 
 
 def stage_bounds(weights: list[int], stages: int) -> list[int]:

@@ -47,12 +47,12 @@ def global_batch(config: Config, step: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def micro_batches(config: Config, groups: Groups, step: int) -> list[tuple[Tensor, ...]]:
-    """This rank's share of the global batch; replicas see other samples."""
-    size = config.train.micro_batch
+    """This rank's share of the global batch; replicas see other samples, context ranks other tokens of them."""
+    size, parts = config.train.micro_batch, groups.cp.size
     count = config.train.global_batch // size
-    tokens, targets, weights = global_batch(config, step)
-    return [tuple(t[i * size:(i + 1) * size].to(groups.device) for t in (tokens, targets, weights * count))
-            for i in range(groups.at.dp, count, groups.layout.dp)]
+    tokens, targets, weights = (t.chunk(parts, 1)[groups.cp.rank] for t in global_batch(config, step))
+    return [tuple(t[i * size:(i + 1) * size].to(groups.device) for t in (tokens, targets, weights * count * parts))
+            for i in range(groups.replica, count, groups.layout.replicas)]
 
 
 def perturb(parameters) -> None:
@@ -96,7 +96,7 @@ def _reference(config: Config, phase: Phase) -> dict[str, Any]:
     from megnorm.engine.optimizer import is_decayed
 
     config = _decay(config, phase)
-    alone = config.parallel.model_copy(update={"tp": 1, "sp": False, "pp": 1, "dp": 1, "recompute": "none"})
+    alone = config.parallel.model_copy(update={"tp": 1, "sp": False, "pp": 1, "cp": 1, "dp": 1, "stages": None, "recompute": "none"})
     module = build_module(config.model_copy(update={"parallel": alone}),
                           make_groups(Layout(1, 1, 1), torch.device("cpu")))
     perturb(module.parameters())
