@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from megnorm.checkpoint.save import SaveFailed, save
 from megnorm.config import Config
-from megnorm.data.batches import Batch, evaluation_batches, micro_batches, part_of
+from megnorm.data.batches import Batch, digest_text, evaluation_batches, micro_batches, part_of, rows_digest
 from megnorm.data.datasets import Datasets
 from megnorm.engine.engine import Engine, MicroBatch
+from megnorm.engine.replicas import unequal_replicas
 from megnorm.observe.humanize import duration
 from megnorm.parallel.groups import Groups
 from megnorm.plan.flops import model_flops_utilization
@@ -96,6 +97,9 @@ def _train(run: Run, report: Callable[[str], None]) -> bool:
     while not run.done and not stopped:
         report(f"step {run.step + 1}")
         train_step(run)
+        every = config.train.check_replicas_every
+        if every and run.step % every == 0:
+            check_replicas(run)
         if config.train.eval_every and (run.step % config.train.eval_every == 0 or run.done):
             evaluate(run, "valid")
         stopped = run.stop.agreed(run.groups.device)
@@ -124,12 +128,29 @@ def train_step(run: Run) -> None:
                if run.peak_tflops else None)
         row = {"step": run.step, "samples": run.step * config.train.global_batch,
                "tokens": run.step * config.tokens_per_step, "loss": result.loss, "grad_norm": result.grad_norm,
-               "lr": lr, "step_seconds": seconds, "tokens_per_second": speed, "mfu": mfu}
+               "lr": lr, "step_seconds": seconds, "tokens_per_second": speed, "mfu": mfu, "data": data_digest(run, batches)}
         for sink in run.sinks:
             sink.step(row)
         run.console.step(row, config.total_steps)
     if not finite:
         diverged(run, result.loss, result.grad_norm)
+
+
+def data_digest(run: Run, batches: list[Batch]) -> str:
+    """A digest of the global batch, the same on every layout; a collective call."""
+    own = sum(rows_digest(batch.rows) for batch in batches) * (run.groups.cp.rank == 0)
+    total = torch.from_numpy(own).to(run.groups.device)
+    dist.all_reduce(total, group=run.groups.dp_group)
+    return digest_text(total.cpu().numpy())
+
+
+def check_replicas(run: Run) -> None:
+    """Stop when ranks that must hold equal parameters don't."""
+    unequal = unequal_replicas(run.engine.raw.module.parameters(), run.groups)
+    if unequal:
+        raise RunFailed(f"step {run.step}: {len(unequal)} parameters differ between ranks that must hold them alike: "
+                        f"{'; '.join(unequal[:5])}{'; ...' if len(unequal) > 5 else ''}. The run is not what it seems; "
+                        f"the checkpoint of step {run.saved_step} is the last one", 1)
 
 
 def diverged(run: Run, loss: float, grad_norm: float) -> NoReturn:

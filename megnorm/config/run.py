@@ -82,7 +82,11 @@ class ParallelConfig(Section):
 
 
 class TrainConfig(Section):
-    """How long, how much at once, in which precision. One of steps and tokens; batches count sequences."""
+    """How long, how much at once, in which precision. One of steps and tokens; batches count sequences.
+
+    check_replicas_every: each so many steps (0: never) parameters that several ranks hold are compared, and the
+    run stops when they differ.
+    """
 
     steps: int | None = Field(None, gt=0)
     tokens: int | None = Field(None, gt=0)
@@ -92,6 +96,7 @@ class TrainConfig(Section):
     clip: float = Field(1.0, ge=0)
     eval_every: int = Field(0, ge=0)
     eval_samples: int = Field(64, gt=0)
+    check_replicas_every: int = Field(0, ge=0)
 
     @model_validator(mode="after")
     def _one_duration(self) -> "TrainConfig":
