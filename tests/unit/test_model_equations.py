@@ -6,7 +6,7 @@ import torch
 from decoders import decoder, model_config, relative, tokens_of, weights
 
 from megnorm.config.placement import AttentionSlots, Block, FFNSlots, HeadNorm, Norm, Placement
-from megnorm.norms import SCHEMES, resolve
+from megnorm.norms import resolve
 
 LAYERS, HEADS, KV, SIZE = 3, 4, 2, 8
 THETA, EPS = 10000.0, 1e-5
@@ -108,7 +108,7 @@ def reference_loss(W, block, tokens, targets, vocab):
     return -torch.log_softmax(logits, -1).gather(-1, targets[..., None]).mean()
 
 
-@pytest.mark.parametrize("scheme", sorted(SCHEMES))
+@pytest.mark.parametrize("scheme", sorted(REFERENCES))
 @pytest.mark.parametrize("tied", [True, False])
 def test_scheme_computes_its_papers_equation(scheme, tied):
     model = model_config(layers=LAYERS, norm=scheme, tie_embeddings=tied)
@@ -129,7 +129,7 @@ def test_scheme_computes_its_papers_equation(scheme, tied):
         assert relative(parameter.grad, theirs[name].grad) < 1e-10, name
 
 
-@pytest.mark.parametrize("scheme", sorted(SCHEMES))
+@pytest.mark.parametrize("scheme", sorted(REFERENCES))
 def test_other_references_are_told_apart(scheme):
     """A control: with the same weights the equation of another scheme (where it has its gains) is far off."""
     model = model_config(layers=LAYERS, norm=scheme)
