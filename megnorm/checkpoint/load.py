@@ -58,7 +58,7 @@ def load(path: Path, engine, groups: Groups) -> Loaded:
     planned = Counter()
     for parameter in local_parameters(engine):
         for key in (MASTER, *moment_keys(engine)):
-            planned[sharding_of(parameter).name, key] += _owned_numel(parameter, groups)
+            planned[sharding_of(parameter).name, key] += _owned_numel(parameter)
     _raise_together(path, _uncovered(planned, manifest, engine, groups))
     with ExitStack() as stack:
         reader = _Reader(path, manifest, groups, stack)
@@ -87,7 +87,7 @@ class _Reader:
         except (SafetensorError, OSError, Unreadable) as error:
             self.problems.append(f"{sharding.name}/{key}: {error}")
             return torch.zeros(sharding.local_shape)
-        self.counts[sharding.name, key] += _owned_numel(parameter, self.groups)
+        self.counts[sharding.name, key] += _owned_numel(parameter)
         return value
 
     def _slice(self, name: str, key: str, wanted: tuple[slice, ...]) -> Tensor:
@@ -111,10 +111,10 @@ class _Reader:
         return self.files[file].get_slice(tensor)[where]
 
 
-def _owned_numel(parameter: nn.Parameter, groups: Groups) -> int:
+def _owned_numel(parameter: nn.Parameter) -> int:
     """Elements that this rank counts as read: replicas and second copies of tied weights don't count."""
     sharding = sharding_of(parameter)
-    if is_second_copy(parameter) or (sharding.dim is None and groups.at.tp != 0):
+    if is_second_copy(parameter) or not sharding.first:
         return 0
     return prod(sharding.local_shape)
 

@@ -95,20 +95,22 @@ def _on_first(work: Callable[[], Any]) -> Any:
 def _write_parts(engine, groups: Groups, folder: Path, file_bytes: int) -> _Record:
     """Write this rank's share. A failure is kept in the record: the others wait for its collectives."""
     writer = _PartWriter(folder, f"part-{groups.at.pp:02d}-{groups.at.tp:02d}", file_bytes)
-    digests: dict[str, str] = {}
+    digests: dict[tuple[str, int], str] = {}
     for parameter, values in read_state(engine):
         if groups.at.dp != 0:
             continue
         sharding = sharding_of(parameter)
-        if sharding.dim is None and groups.layout.tp > 1:
-            digests[sharding.name] = _digest(values)
-        if sharding.dim is not None or groups.at.tp == 0:
+        if sharding.count < groups.layout.tp:
+            digests[sharding.name, sharding.index] = _digest(values)
+        if sharding.first:
             writer.add(sharding, values)
     writer.flush()
     if groups.layout.tp > 1:
         replicas: list = [None] * groups.layout.tp
         dist.all_gather_object(replicas, digests, group=groups.tp_group)
-        writer.record.unequal = [name for name in replicas[0] if len({d.get(name) for d in replicas}) > 1]
+        parts = {part for held in replicas for part in held}
+        writer.record.unequal = sorted({name for name, index in parts
+                                        if len({held[name, index] for held in replicas if (name, index) in held}) > 1})
     return writer.record
 
 
