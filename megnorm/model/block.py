@@ -1,32 +1,18 @@
 """The sublayer equation, in one place, and the block of two sublayers."""
 
+from functools import partial
+
+import torch
 from torch import Tensor, nn
 
-from megnorm.config import ModelConfig
 from megnorm.config.placement import Block as BlockSlots
 from megnorm.config.placement import Sublayer as Slots
 from megnorm.model.attention import Attention
+from megnorm.model.common import Common
 from megnorm.model.ffn import make_ffn
-from megnorm.model.init import InitStd
+from megnorm.model.init import block_init
 from megnorm.model.norm import hidden_norm
-from megnorm.model.rotary import Rotary
-from megnorm.parallel.tensor import Alone
-
-
-class Scale(nn.Module):
-    """Multiplication by a constant."""
-
-    def __init__(self, factor: float):
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.factor * x
-
-
-def scale(factor: float) -> nn.Module:
-    """A constant factor; 1 is the identity."""
-    return nn.Identity() if factor == 1.0 else Scale(factor)
+from megnorm.model.scale import make_scale
 
 
 class Sublayer(nn.Module):
@@ -35,31 +21,74 @@ class Sublayer(nn.Module):
     The residual leaves the stream before the body enters its tensor-parallel region.
     """
 
-    def __init__(self, name: str, slots: Slots, body: nn.Module, width: int, tp: Alone):
+    def __init__(self, name: str, slots: Slots, body: nn.Module, common: Common):
         super().__init__()
+        about = {"width": common.model.hidden, "tp": common.tp}
+        norm = partial(hidden_norm, backend=common.model.norm.backend, **about)
+        scale = partial(make_scale, clock=common.clock, **about)
         self.body = body
         self.residual_from = slots.residual_from
-        self.in_norm = hidden_norm(f"{name}.in_norm", slots.in_norm, width, tp)
-        self.out_norm = hidden_norm(f"{name}.out_norm", slots.out_norm, width, tp)
-        self.post_norm = hidden_norm(f"{name}.post_norm", slots.post_norm, width, tp)
-        self.residual_scale, self.branch_scale = scale(slots.residual_scale.value), scale(slots.branch_scale.value)
+        self.in_norm = norm(f"{name}.in_norm", slots.in_norm)
+        self.out_norm = norm(f"{name}.out_norm", slots.out_norm)
+        self.post_norm = norm(f"{name}.post_norm", slots.post_norm)
+        self.residual_scale = scale(f"{name}.residual_scale", slots.residual_scale)
+        self.branch_scale = scale(f"{name}.branch_scale", slots.branch_scale)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.step(x)[0]
+
+    def step(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The new x, and the branch that was added to it."""
         h = self.in_norm(x)
         r = h if self.residual_from == "normed" else x
-        return self.post_norm(self.residual_scale(r) + self.branch_scale(self.out_norm(self.body(h))))
+        branch = self.branch_scale(self.out_norm(self.body(h)))
+        return self.post_norm(self.residual_scale(r) + branch), branch
+
+
+class TwoStreamSublayer(Sublayer):
+    """Beside x a second stream y, to which every branch is added (ResiDual, arXiv:2304.14802).
+
+    Both are one tensor [b, s, 2 d], x first, so that they pass as one through recomputation and pipeline.
+    """
+
+    def forward(self, streams: Tensor) -> Tensor:
+        x, y = streams.chunk(2, -1)
+        x, branch = self.step(x)
+        return torch.cat((x, y + branch), -1)
+
+
+SUBLAYERS = {"single": Sublayer, "residual": TwoStreamSublayer}
 
 
 class Block(nn.Module):
-    """Attention, then FFN: x [b, s, d] -> [b, s, d]. ``layer`` is the global number, from 0."""
+    """Attention, then FFN: [b, s, d] -> [b, s, d] for each stream. ``layer`` is the global number, from 0."""
 
-    def __init__(self, layer: int, model: ModelConfig, slots: BlockSlots, std: InitStd, rotary: Rotary, tp: Alone):
+    def __init__(self, layer: int, slots: BlockSlots, streams: str, common: Common):
         super().__init__()
-        name = f"layers.{layer}"
-        attention = Attention(f"{name}.attention", model, slots.attention, std, rotary, tp)
-        ffn = make_ffn(f"{name}.ffn", model, slots.ffn, std, tp)
-        self.attention = Sublayer(f"{name}.attention", slots.attention, attention, model.hidden, tp)
-        self.ffn = Sublayer(f"{name}.ffn", slots.ffn, ffn, model.hidden, tp)
+        name, init, sublayer = f"layers.{layer}", block_init(common.model, layer), SUBLAYERS[streams]
+        attention = Attention(f"{name}.attention", common, slots.attention, init)
+        ffn = make_ffn(f"{name}.ffn", common, slots.ffn, init)
+        self.attention = sublayer(f"{name}.attention", slots.attention, attention, common)
+        self.ffn = sublayer(f"{name}.ffn", slots.ffn, ffn, common)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ffn(self.attention(x))
+
+
+class Split(nn.Module):
+    """The start of two streams: x -> (x, x)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat((x, x), -1)
+
+
+class Merge(nn.Module):
+    """The end of two streams: x + final_norm(y)."""
+
+    def __init__(self, final_norm: nn.Module):
+        super().__init__()
+        self.final_norm = final_norm
+
+    def forward(self, streams: Tensor) -> Tensor:
+        x, y = streams.chunk(2, -1)
+        return x + self.final_norm(y)

@@ -1,18 +1,24 @@
 """The decoder as a list of layers, from which both the whole model and a pipeline's stages are built."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megnorm.config import ModelConfig
-from megnorm.config.placement import Placement
-from megnorm.model.block import Block
-from megnorm.model.init import init_std
+from megnorm.config.placement import Placement, Scale
+from megnorm.model.block import Block, Merge, Split
+from megnorm.model.common import Common
+from megnorm.model.core import make_core
+from megnorm.model.init import ends_init
+from megnorm.model.loss import TokenLoss
 from megnorm.model.norm import hidden_norm
 from megnorm.model.rotary import Rotary
-from megnorm.parallel.cross_entropy import cross_entropy
+from megnorm.model.scale import StepClock, make_scale
+from megnorm.parallel.context import WholeContext
 from megnorm.parallel.linear import VocabEmbedding, vocab_logits
 from megnorm.parallel.tensor import Alone
 
@@ -47,46 +53,78 @@ class Recomputed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False, preserve_rng_state=False)
 
 
-def decoder_layers(model: ModelConfig, placement: Placement, recompute: str, tp: Alone) -> list[Layer]:
-    """Embedding, embedding norm if any, blocks, final norm if any, output."""
-    std, rotary, d = init_std(model), Rotary(model.head_size, model.rope_theta), model.hidden
-    vocab = model.padded_vocab
+class SoftCap(nn.Module):
+    """cap * tanh(x / cap) of each score."""
 
-    def embedding(name: str = "embedding") -> nn.Module:
-        return VocabEmbedding(name, vocab, d, init=std.embedding, tp=tp)
+    def __init__(self, cap: float):
+        super().__init__()
+        self.cap = cap
 
-    def block(number: int) -> Callable[[], nn.Module]:
-        def build() -> nn.Module:
-            built = Block(number, model, placement.blocks[number], std, rotary, tp)
-            return Recomputed(built) if recompute == "full" else built
-        return build
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cap * torch.tanh(x / self.cap)
 
-    def norm(name: str) -> list[Layer]:
-        chosen = getattr(placement, name)
-        return [Layer(name, lambda: hidden_norm(name, chosen, d, tp))] if chosen is not None else []
 
-    output = (Layer("output", embedding, tied=True) if model.tie_embeddings
-              else Layer("output", lambda: Output(embedding("output").weight, tp)))
-    return [Layer("embedding", embedding, tied=model.tie_embeddings), *norm("embed_norm"),
-            *(Layer(f"layers.{number}", block(number)) for number in range(model.layers)),
-            *norm("final_norm"), output]
+def decoder_layers(model: ModelConfig, placement: Placement, recompute: str, tp: Alone,
+                   cp: WholeContext | None = None, clock: StepClock | None = None) -> list[Layer]:
+    """Embedding, its scale and norm, blocks, final norm, output, soft-cap; less what is absent.
+
+    cp: context-parallel ranks, by default this one alone. clock: the training step, for factors that depend on
+    it; by default one that stands at 0.
+    """
+    cp, clock = cp or WholeContext(), clock or StepClock()
+    core = make_core(placement.attention_scale, placement.attention_softcap)
+    common = Common(model, tp, cp, Rotary(model.head_size, model.rope_theta, cp.rank), core, clock)
+
+    def block(number: int) -> nn.Module:
+        built = Block(number, placement.blocks[number], placement.streams, common)
+        return Recomputed(built) if recompute == "full" else built
+
+    blocks = [Layer(f"layers.{number}", partial(block, number)) for number in range(model.layers)]
+    return [*_input_layers(placement, common), *blocks, *_output_layers(placement, common)]
+
+
+def _input_layers(placement: Placement, common: Common) -> list[Layer]:
+    model, tp, d = common.model, common.tp, common.model.hidden
+    init, _ = ends_init(model)
+    layers = [Layer("embedding", lambda: VocabEmbedding("embedding", model.padded_vocab, d, init=init, tp=tp),
+                    tied=model.tie_embeddings)]
+    if placement.embed_scale != Scale():
+        layers.append(Layer("embed_scale", lambda: make_scale("embed_scale", placement.embed_scale, d, tp,
+                                                              common.clock)))
+    if placement.embed_norm is not None:
+        layers.append(Layer("embed_norm", lambda: _end_norm("embed_norm", placement, common)))
+    if placement.streams == "residual":
+        layers.append(Layer("split", Split))
+    return layers
+
+
+def _output_layers(placement: Placement, common: Common) -> list[Layer]:
+    model, tp, d = common.model, common.tp, common.model.hidden
+    embedding_init, init = ends_init(model)
+    layers = []
+    if placement.streams == "residual":
+        layers.append(Layer("final_norm", lambda: Merge(_end_norm("final_norm", placement, common))))
+    elif placement.final_norm is not None:
+        layers.append(Layer("final_norm", lambda: _end_norm("final_norm", placement, common)))
+    if model.tie_embeddings:
+        layers.append(Layer("output", lambda: VocabEmbedding("embedding", model.padded_vocab, d,
+                                                             init=embedding_init, tp=tp), tied=True))
+    else:
+        layers.append(Layer("output", lambda: Output(
+            VocabEmbedding("output", model.padded_vocab, d, init=init, tp=tp).weight, tp)))
+    if placement.final_softcap is not None:
+        layers.append(Layer("final_softcap", lambda: SoftCap(placement.final_softcap)))
+    return layers
+
+
+def _end_norm(name: str, placement: Placement, common: Common) -> nn.Module:
+    model = common.model
+    return hidden_norm(name, getattr(placement, name), model.hidden, common.tp, model.norm.backend)
 
 
 def tied_logits(embedding: VocabEmbedding, x: Tensor) -> Tensor:
     """The output layer that shares the embedding's weight."""
     return vocab_logits(x, embedding.weight, embedding.tp)
-
-
-class TokenLoss:
-    """Weighted sum of the tokens' cross entropies; the weights already hold the mean's denominator."""
-
-    def __init__(self, vocab: int, tp: Alone):
-        self.vocab, self.tp = vocab, tp
-
-    def __call__(self, logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
-        """logits [b, s, v / tp], labels = (targets [b, s], weights [b, s]) -> scalar."""
-        targets, weights = labels
-        return (cross_entropy(logits, targets, self.vocab, self.tp) * weights).sum()
 
 
 class Decoder(nn.Module):
@@ -95,10 +133,10 @@ class Decoder(nn.Module):
     def __init__(self, layers: list[Layer], loss: TokenLoss):
         super().__init__()
         self.loss = loss
-        built = [layer.build() for layer in layers if not (layer.tied and layer.name == "output")]
-        if layers[-1].tied:
-            built.append(Output(built[0].weight, built[0].tp))
-        self.layers = nn.ModuleList(built)
+        self.layers = nn.ModuleList()
+        for layer in layers:
+            again = layer.tied and len(self.layers) > 0
+            self.layers.append(Output(self.layers[0].weight, self.layers[0].tp) if again else layer.build())
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         x = tokens

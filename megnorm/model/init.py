@@ -17,20 +17,64 @@ BLOCK_ROWS = 64
 
 
 @dataclass(frozen=True)
-class InitStd:
-    """Distributions of one model: matrices that read the stream, matrices that write it, embeddings."""
+class BlockInit:
+    """Distributions of one block's matrices; ``attention_gate``: of the attention's output gate."""
 
-    inner: Normal
-    output: Normal
-    embedding: Normal
+    q: Normal
+    k: Normal
+    v: Normal
+    attention_gate: Normal
+    out: Normal
+    gate: Normal
+    up: Normal
+    down: Normal
 
 
-def init_std(model: ModelConfig) -> InitStd:
-    """The policy's standard deviations; "megatron" divides the output matrices' by sqrt(2 L)."""
-    std = model.init.std if model.init.std is not None else 1 / math.sqrt(2.5 * model.hidden)
-    depth = math.sqrt(2 * model.layers) if init_policy(model) == "megatron" else 1.0
-    cut = model.init.cut
-    return InitStd(Normal(std, cut), Normal(std / depth, cut), Normal(std, cut))
+def block_init(model: ModelConfig, layer: int) -> BlockInit:
+    """The distributions of the block with global number ``layer``, from 0; policies: see InitConfig."""
+    policy, depth = init_policy(model), model.layers
+    std = {name: base_std(model) for name in BlockInit.__dataclass_fields__}
+    if policy == "megatron":
+        _multiply(std, ("out", "down"), 1 / math.sqrt(2 * depth))
+    elif policy == "depth_scaled":
+        _multiply(std, ("out", "down"), 1 / math.sqrt(2 * (layer + 1)))
+        _multiply(std, ("down",), math.sqrt(model.hidden / model.ffn_hidden))
+    elif policy == "deepnorm":
+        std = {name: math.sqrt(2 / (rows + columns)) for name, (rows, columns) in _shapes(model).items()}
+        _multiply(std, ("v", "out", "gate", "up", "down"), (8 * depth) ** -0.25)
+    elif policy == "sub_ln":
+        _multiply(std, ("v", "out", "gate", "up", "down"), math.sqrt(math.log(2 * depth)))
+    return BlockInit(**{name: Normal(value, model.init.cut) for name, value in std.items()})
+
+
+def ends_init(model: ModelConfig) -> tuple[Normal, Normal]:
+    """Distributions of the embedding, and of an output layer with a weight of its own: 1/sqrt(d) for megatron
+    (HybridNorm's code) unless a std is given."""
+    std = base_std(model)
+    embedding = model.init.embedding_std if model.init.embedding_std is not None else std
+    by_width = init_policy(model) == "megatron" and model.init.std is None
+    return (Normal(embedding, model.init.cut),
+            Normal(1 / math.sqrt(model.hidden) if by_width else std, model.init.cut))
+
+
+def base_std(model: ModelConfig) -> float:
+    """The given standard deviation; by default 1/sqrt(d) for depth_scaled, 1/sqrt(2.5 d) for the others."""
+    if model.init.std is not None:
+        return model.init.std
+    return 1 / math.sqrt(model.hidden if init_policy(model) == "depth_scaled" else 2.5 * model.hidden)
+
+
+def _multiply(std: dict[str, float], names: Iterable[str], factor: float) -> None:
+    for name in names:
+        std[name] *= factor
+
+
+def _shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of each matrix of a block in the whole model."""
+    d, f = model.hidden, model.ffn_hidden
+    heads, kv = model.heads * model.head_size, model.kv_heads * model.head_size
+    return {"q": (heads, d), "k": (kv, d), "v": (kv, d), "attention_gate": (heads, d), "out": (d, heads),
+            "gate": (f, d), "up": (f, d), "down": (d, f)}
 
 
 @torch.no_grad()

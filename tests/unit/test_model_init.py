@@ -81,9 +81,9 @@ def test_matrices_differ_from_each_other():
 
 
 def test_another_scheme_starts_from_the_same_matrices():
-    right = parameters(big(norm="pre"))
+    right = parameters(big(norm="pre", init={"policy": "normal"}))
     for scheme in ("post", "peri", "hybrid", "hybrid_star"):
-        for name, value in parameters(big(norm=scheme)).items():
+        for name, value in parameters(big(norm=scheme, init={"policy": "normal"})).items():
             if value.dim() == 2:
                 assert torch.equal(value, right[name]), (scheme, name)
 
@@ -120,6 +120,8 @@ def test_standard_deviations(policy, std):
             continue
         output = name.endswith((".attention.out.weight", ".ffn.down.weight"))
         right = base / math.sqrt(6) if output and policy == "megatron" else base
+        if name == "output.weight" and policy == "megatron" and std is None:
+            right = 1 / math.sqrt(96)  # HybridNorm's code: an output layer of its own starts by the width
         assert abs(value.std() / right - 1) < 5 / math.sqrt(2 * value.numel()), name
         assert abs(value.mean()) < 5 * right / math.sqrt(value.numel()), name
 
