@@ -1,6 +1,7 @@
 """A worker for the launcher's tests: sums over gloo until told to end, with one planted way to end badly.
 
-    ring_worker.py FOLDER STEPS [rank:how]    how: exit3, kill, raise, user, hang, full; in step 3
+    ring_worker.py FOLDER STEPS [rank:how]    how: exit3, kill, raise, user, hang, full in step 3;
+                                              slow: to end after a stop
 
 FOLDER receives one file per rank, "pid"; "stopped" after a signal was handled; "sum" at the end.
 """
@@ -55,6 +56,8 @@ def run(progress: Progress) -> int:
         dist.all_reduce(stop)
         progress.set(f"step {step}")
         if stop.item() > 0:
+            if how == "slow" and str(rank) == bad_rank:
+                time.sleep(2)  # ends well after the others
             (folder / f"stopped{rank}").write_text(str(step))
             return EXIT_STOPPED
         time.sleep(0.02)

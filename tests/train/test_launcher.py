@@ -65,6 +65,15 @@ def test_a_signal_lets_all_workers_save(launched, tmp_path: Path, number: signal
     assert number.name in errors and errors.count("\n") == 1
 
 
+def test_a_slow_rank_may_finish_its_save(launched, tmp_path: Path) -> None:
+    run = launched(spec(tmp_path, 1000, "1:slow"))
+    wait_for(lambda: len(worker_pids(tmp_path)) == 2)
+    time.sleep(0.3)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait()[0] == 75
+    assert (tmp_path / "stopped1").exists()
+
+
 def test_a_second_interrupt_kills_at_once(launched, tmp_path: Path) -> None:
     run = launched(spec(tmp_path, 1000, "1:hang"))
     wait_for(lambda: len(worker_pids(tmp_path)) == 2)
