@@ -72,7 +72,7 @@ def decoder_layers(model: ModelConfig, placement: Placement, recompute: str, tp:
     it; by default one that stands at 0.
     """
     cp, clock = cp or WholeContext(), clock or StepClock()
-    core = make_core(placement.attention_scale, placement.attention_softcap)
+    core = cp.around(make_core(placement.attention_scale, placement.attention_softcap))
     common = Common(model, tp, cp, Rotary(model.head_size, model.rope_theta, cp.rank), core, clock)
 
     def block(number: int) -> nn.Module:

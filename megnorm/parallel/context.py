@@ -4,9 +4,13 @@ The ranks of a group hold adjacent parts of the same sequences. They are neighbo
 ranks, so the mean of gradients over these covers them too.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class WholeContext:
@@ -15,13 +19,10 @@ class WholeContext:
     rank = 0
     size = 1
 
-    def to_heads(self, x: Tensor) -> Tensor:
-        """Part of the tokens of all heads [b, h, s / n, e] to all tokens of part of the heads [b, h / n, s, e]."""
-        return x
-
-    def to_tokens(self, x: Tensor) -> Tensor:
-        """The inverse of ``to_heads``."""
-        return x
+    def around(self, core: Core) -> Core:
+        """An attention core over whole sequences as one over the part of them that is here:
+        q [b, h, s / n, e], k and v [b, k, s / n, e] -> [b, h, s / n, e]."""
+        return core
 
 
 class ContextParallel(WholeContext):
@@ -32,10 +33,17 @@ class ContextParallel(WholeContext):
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
+    def around(self, core: Core) -> Core:
+        def exchanged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self.to_tokens(core(self.to_heads(q), self.to_heads(k), self.to_heads(v)))
+        return exchanged
+
     def to_heads(self, x: Tensor) -> Tensor:
+        """Part of the tokens of all heads [b, h, s / n, e] to all tokens of part of the heads [b, h / n, s, e]."""
         return _Exchange.apply(x, 1, 2, self.group)
 
     def to_tokens(self, x: Tensor) -> Tensor:
+        """The inverse of ``to_heads``."""
         return _Exchange.apply(x, 2, 1, self.group)
 
 
