@@ -25,7 +25,7 @@ class Attention(nn.Module):
     def __init__(self, name: str, common: Common, slots: AttentionSlots, init: BlockInit):
         super().__init__()
         model, tp = common.model, common.tp
-        self.tp, self.cp, self.rotary, self.core = tp, common.cp, common.rotary, common.core
+        self.tp, self.rotary, self.core = tp, common.rotary, common.core
         h, k, e = model.heads, model.kv_heads, model.head_size
         about = {"bias": model.bias, "tp": tp}
         self.q = ColumnLinear(f"{name}.q", model.hidden, h * e, init=init.q, **about)
@@ -49,8 +49,7 @@ class Attention(nn.Module):
         q = self.place_q(self.q(x), self.q_norm, self.rotary)
         k = self.place_k(self.k(x), self.k_norm, self.rotary)
         v = by_head(self.v_norm(self.v(x)), self.rotary.head_size)
-        context = self.cp.to_tokens(self.core(*map(self.cp.to_heads, (q, k, v))))
-        context = self.gate(self.ctx_norm(flat(context)), x)
+        context = self.gate(self.ctx_norm(flat(self.core(q, k, v))), x)
         return self.scale_after(self.out(self.scale_before(context)))
 
 
