@@ -7,8 +7,10 @@ from typing import Annotated
 import typer
 
 from megnorm import launcher
-from megnorm.config import NormConfig, load_config
-from megnorm.norms import SCHEMES, equations, resolve
+from megnorm.config import load_config, parse_norm
+from megnorm.norms import equations, resolve
+from megnorm.norms.page import about_scheme, markdown_page, scheme_list
+from megnorm.norms.table import slot_table
 from megnorm.prepare import make_run_dir, prepare, with_vocabulary
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
@@ -42,14 +44,20 @@ def train(
 @app.command()
 def schemes(
     name: Annotated[str | None, typer.Argument(help="A scheme; without, all are listed.")] = None,
+    changes: Annotated[list[str] | None, typer.Argument(
+        metavar="[KEY=VALUE]...", help="Options of the scheme, or keys of model.norm, as fraction=0.5 kind=layer.")] = None,
     layers: Annotated[int, typer.Option(min=1, help="Depth to show.")] = 12,
+    hidden: Annotated[int, typer.Option(min=1, help="Width, for factors of the embedding.")] = 1024,
+    table: Annotated[bool, typer.Option(help="Print the slots of all schemes as a table.")] = False,
+    markdown: Annotated[bool, typer.Option(help="Print the page configs/norms/README.md.")] = False,
 ) -> None:
     """List the norm schemes, or print the equations of one, layer by layer."""
     if name is not None:
-        typer.echo("\n".join(equations(resolve(NormConfig(scheme=name), layers))))
-        return
-    for scheme, about in SCHEMES.items():
-        typer.echo(f"{scheme:<12} {about.summary} [{about.source}]")
+        norm = parse_norm(name, changes or [])
+        lines = [*about_scheme(name), *equations(resolve(norm, layers, hidden))]
+    else:
+        lines = slot_table() if table else markdown_page() if markdown else scheme_list()
+    typer.echo("\n".join(lines))
 
 
 @app.command()

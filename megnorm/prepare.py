@@ -8,7 +8,7 @@ from megnorm.checkpoint.resume import CheckpointError, choose, compare_configs
 from megnorm.checkpoint.storage import read_manifest
 from megnorm.config import Config, ConfigError, load_config
 from megnorm.data.datasets import Datasets, open_datasets, tokenizer_meta
-from megnorm.norms import resolve
+from megnorm.norms import with_placement
 from megnorm.plan.layout import Layout, check_layout, make_layout
 from megnorm.plan.schedule import check_schedule
 
@@ -28,7 +28,7 @@ class Prepared:
 def prepare(path: str, overrides: list[str], world: int, resume: str) -> Prepared:
     """Check a run of ``world`` processes. Raises a ValueError of megnorm with one message."""
     config = with_vocabulary(load_config(path, overrides))
-    resolve(config.model.norm, config.model.layers)
+    config = config.model_copy(update={"model": with_placement(config.model)})
     layout = make_layout(config, world)
     check_layout(config, layout)
     check_schedule(config)
@@ -76,9 +76,16 @@ def check_run_dir(config: Config, resume: str) -> list[str]:
         saved, origin = load_config(run_dir / CONFIG_FILE).model_dump(mode="json"), run_dir / CONFIG_FILE
     else:
         return []
-    new = config.model_dump(mode="json")
-    changes, fatal = compare_configs({**saved, "run_dir": None}, {**new, "run_dir": None})
+    saved, new = {**saved, "run_dir": None}, {**config.model_dump(mode="json"), "run_dir": None}
+    changes, fatal = compare_configs(_in_words(saved), _in_words(new))
+    if not fatal and saved["model"]["norm"].get("resolved"):  # the same words may have come to mean other slots
+        changes, fatal = compare_configs(saved, new)
     if fatal:
         raise CheckpointError(f"{origin} is of another run, which this one can't continue:\n  " + "\n  ".join(fatal)
                               + "\ntake another run_dir, or the configuration that it was started with")
     return changes
+
+
+def _in_words(config: dict) -> dict:
+    """The configuration without the resolved placement of the norms, which follows from the rest."""
+    return {**config, "model": {**config["model"], "norm": {**config["model"]["norm"], "resolved": None}}}

@@ -9,7 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from megnorm.config.base import ConfigError, Section
-from megnorm.config.model import ModelConfig
+from megnorm.config.model import ModelConfig, NormConfig
 from megnorm.config.run import (
     CheckpointConfig,
     DataConfig,
@@ -139,6 +139,8 @@ def apply_override(raw: dict, override: str) -> None:
             raise ConfigError(f"override {override!r}: {section!r} is the value {child!r}, not a section")
         node = child
     node[_spelled(name, node)] = read_yaml(value, f"override {override!r}")
+    if sections[:1] == ["model"] and isinstance(norm := raw["model"].get("norm"), dict) and name != "resolved":
+        norm.pop("resolved", None)  # written by a run for its own sizes and scheme
 
 
 def _spelled(name: str, node: dict) -> Any:
@@ -153,6 +155,19 @@ def parse_config(raw: dict, origin: str = "config") -> Config:
     except ValidationError as error:
         lines = [_explain(item, raw) for item in error.errors()]
         raise ConfigError(f"{origin}: " + ("\n  ".join([""] + lines) if len(lines) > 1 else lines[0])) from None
+
+
+def parse_norm(scheme: str, changes: list[str]) -> NormConfig:
+    """A scheme with ``key=value`` changes: keys of model.norm as in a configuration, others are its options."""
+    raw: dict = {"model": {"norm": {"scheme": scheme}}}
+    for change in changes:
+        key = change.partition("=")[0].partition(".")[0]
+        apply_override(raw, f"model.norm.{'' if key in NormConfig.model_fields else 'options.'}{change}")
+    try:
+        return NormConfig.model_validate(raw["model"]["norm"])
+    except ValidationError as error:
+        item = error.errors()[0]
+        raise ConfigError(_explain({**item, "loc": ("model", "norm", *item["loc"])}, raw)) from None
 
 
 def dump_config(config: Config) -> str:

@@ -9,19 +9,49 @@ from megnorm.config.placement import NormKind, Rounding
 
 
 class NormConfig(Section):
-    """``norm: hybrid_star`` in short, or a scheme with options and overrides by layer.
+    """``norm: hybrid_star`` in short, or a scheme with options, changed slots and overrides by layer.
 
-    ``overrides`` maps a layer selector ("0", "-1", "4:8", "first 2", "last 25%") to slots, as
-    ``{attention: {in_norm: default, residual_from: raw}, ffn: {out_norm: none}}``; "default" stands for
-    the norm that this section describes, "none" for no norm, a mapping for a norm with other options.
+    scheme, options: a name of ``megnorm schemes`` and that scheme's own options, as
+    ``{scheme: mix_ln, options: {fraction: 0.25}}``; ``custom`` puts no norm anywhere, so that the slots are
+    spelled out in what follows.
+
+    kind, eps, bias, gain, zero_centred, alpha_init, rounding: the norm that the scheme puts into its slots, see
+    ``placement.Norm``. What is left out is as the scheme prescribes, else RMSNorm with Norm's defaults; another
+    kind than the scheme's takes none of its prescriptions.
+
+    backend: what computes the norms (megnorm.model.kernels); the values are the same.
+
+    embed_scale ... final_softcap: the model's own slots, see ``placement.Placement``; "scheme" leaves them.
+
+    overrides: maps a layer selector ("0", "-1", "4:8", ":", "first 2", "last 25%") to slots, as
+    ``{attention: {in_norm: default, residual_from: raw}, ffn: {out_norm: none}}``. Later ones win.
+
+    A norm's slot is "default" for the norm that this section describes, "none" for no norm, or a mapping that
+    changes the default in that slot; a factor is a number or a mapping.
+
+    resolved: the slots that all this gave, folded (megnorm.norms.saved); written into the run's config.yaml,
+    and refused when it no longer agrees with the rest.
     """
 
     scheme: str = "pre"
-    kind: NormKind = "rms"
-    eps: float = Field(1e-5, ge=0)
-    bias: bool = False
-    rounding: Rounding = "gain_then_cast"
+    options: dict[str, Any] = {}
+    kind: NormKind | None = None
+    eps: float | None = Field(None, ge=0)
+    bias: bool | None = None
+    gain: Literal["vector", "none"] | None = None
+    zero_centred: bool | None = None
+    alpha_init: float | None = None
+    rounding: Rounding | None = None
+    backend: Literal["auto", "torch", "apex", "compile"] = "auto"
+    embed_scale: Any = "scheme"
+    embed_norm: Any = "scheme"
+    final_norm: Any = "scheme"
+    streams: Literal["scheme", "single", "residual"] = "scheme"
+    attention_scale: Any = "scheme"
+    attention_softcap: Any = "scheme"
+    final_softcap: Any = "scheme"
     overrides: dict[str, dict[Literal["attention", "ffn"], dict[str, Any]]] = {}
+    resolved: dict[str, Any] | None = None
 
     @field_validator("overrides", mode="before")
     @classmethod

@@ -1,50 +1,64 @@
-"""Named norm schemes: each is a function from (norm, head norm, layer, depth) to the block of that layer."""
+"""The registry of norm schemes, and the ones that are built on others."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+import difflib
+from typing import Any
 
-from megnorm.config.placement import AttentionSlots, Block, FFNSlots, HeadNorm, Norm
+from pydantic import Field, ValidationError
 
-
-class Scheme(NamedTuple):
-    """A scheme: one line on it, its source, the block of layer l (0-based) of L, the model-level norms."""
-
-    summary: str
-    source: str
-    block: Callable[[Norm, HeadNorm, int, int], Block]
-    final_norm: bool = True
-    embed_norm: bool = False
-
-
-def _pre(n: Norm, h: HeadNorm, l: int, L: int) -> Block:
-    return Block(attention=AttentionSlots(in_norm=n), ffn=FFNSlots(in_norm=n))
+from megnorm.config.base import ConfigError, Section
+from megnorm.config.placement import Block
+from megnorm.norms.classic import CLASSIC
+from megnorm.norms.errors import explain
+from megnorm.norms.families import FAMILIES
+from megnorm.norms.hybrid import HYBRID
+from megnorm.norms.scales import SCALES
+from megnorm.norms.scheme import Place, Scheme, Spec, change_sublayers, fixed, no_final_norm
 
 
-def _post(n: Norm, h: HeadNorm, l: int, L: int) -> Block:
-    return Block(attention=AttentionSlots(post_norm=n), ffn=FFNSlots(post_norm=n))
+class ProResOptions(Section):
+    """base, base_options: the scheme whose branches grow. steps: T, in which those of the first block do."""
+
+    base: str = "pre"
+    base_options: dict[str, Any] = {}
+    steps: int = Field(1000, gt=0)
 
 
-def _peri(n: Norm, h: HeadNorm, l: int, L: int) -> Block:
-    return Block(attention=AttentionSlots(in_norm=n, out_norm=n), ffn=FFNSlots(in_norm=n, out_norm=n))
+def prores(options: ProResOptions) -> Spec:
+    """Any scheme with each branch times min(t / (T l), 1) in training step t."""
+    at = "model.norm.options.base"
+    base = find_spec(options.base, options.base_options, at, f"{at}_options")
 
-
-def _hybrid(n: Norm, h: HeadNorm, l: int, L: int) -> Block:
-    return Block(attention=AttentionSlots(q_norm=h, k_norm=h, v_norm=h),
-                 ffn=FFNSlots(in_norm=n, residual_from="normed"))
-
-
-def _hybrid_star(n: Norm, h: HeadNorm, l: int, L: int) -> Block:
-    if l > 0:
-        return _hybrid(n, h, l, L)
-    return Block(attention=AttentionSlots(in_norm=n, q_norm=h, k_norm=h, v_norm=h), ffn=FFNSlots(in_norm=n))
+    def block(at: Place) -> Block:
+        return change_sublayers(base.block(at), lambda slots: {
+            "branch_scale": slots.branch_scale.model_copy(update={"ramp_steps": options.steps * at.l})})
+    return base._replace(block=block)
 
 
 SCHEMES: dict[str, Scheme] = {
-    "pre": Scheme("norm before each sublayer, final norm (GPT-2, LLaMA)", "arXiv:2002.04745", _pre),
-    "post": Scheme("norm after each residual addition, no final norm (the original Transformer)",
-                   "arXiv:1706.03762", _post, final_norm=False),
-    "peri": Scheme("norm before and after each sublayer, final norm (Peri-LN, sandwich)", "arXiv:2502.02732", _peri),
-    "hybrid": Scheme("q, k, v norms per head in attention; the FFN's normed input feeds its residual too",
-                     "arXiv:2503.04598", _hybrid),
-    "hybrid_star": Scheme("HybridNorm, with a pre-norm first block (HybridNorm*)", "arXiv:2503.04598", _hybrid_star),
+    **CLASSIC, **HYBRID, **SCALES,
+    "prores": Scheme("any base with its branches warmed up, layer after layer: times min(t / (T l), 1)",
+                     "arXiv:2603.05369", prores, ProResOptions),
+    **FAMILIES,
+    "custom": Scheme("no norm anywhere: spell the slots out in overrides", "-",
+                     fixed(lambda at: Block(), ends=no_final_norm)),
 }
+ALIASES = {alias: name for name, scheme in SCHEMES.items() for alias in scheme.aliases}
+
+
+def find_scheme(name: str, where: str = "model.norm") -> Scheme:
+    """The scheme of that name or alias. Raises ConfigError that names the nearest one."""
+    if name in SCHEMES or name in ALIASES:
+        return SCHEMES[ALIASES.get(name, name)]
+    near = difflib.get_close_matches(name, [*SCHEMES, *ALIASES], n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(SCHEMES)}"
+    raise ConfigError(f"{where}: unknown scheme {name!r}; {hint}")
+
+
+def find_spec(name: str, options: dict[str, Any], where: str = "model.norm",
+              options_at: str = "model.norm.options") -> Spec:
+    """The scheme with its options checked. Raises ConfigError for an unknown scheme or option."""
+    scheme = find_scheme(name, where)
+    try:
+        return scheme.spec(scheme.options(**options))
+    except ValidationError as error:
+        raise ConfigError(explain(error, options_at, scheme.options, f"option of {name}")) from None

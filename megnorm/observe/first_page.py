@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from megnorm import __version__
 from megnorm.config import Config
-from megnorm.norms import SCHEMES, equations, resolve
+from megnorm.norms import equations, find_scheme, init_policy, placement_of
 from megnorm.observe.humanize import count
 from megnorm.plan.flops import flops_per_step, flops_per_token
 from megnorm.plan.layout import Layout, accumulation_steps
@@ -41,9 +41,10 @@ def _model(config: Config) -> list[str]:
     width = max(len(f"{number:,}") for number, _ in table.values())
     for part, (number, source) in table.items():
         lines.append(f"  {part:<{LABEL - 2}}{number:>{width},}  {source}")
-    lines.append(f"{'norms':<{LABEL}}{model.norm.scheme}: {SCHEMES[model.norm.scheme].summary}"
+    lines.append(f"{'norms':<{LABEL}}{model.norm.scheme}: {find_scheme(model.norm.scheme).summary}"
                  f"{', with overrides' if model.norm.overrides else ''}")
-    return lines + [f"  {line}" for line in equations(resolve(model.norm, model.layers))]
+    lines += [f"  {line}" for line in equations(placement_of(model))]
+    return [*lines, f"{'initial values':<{LABEL}} {init_policy(model)}, seed {config.seed}"]
 
 
 def _run(config: Config, layout: Layout, start_step: int) -> dict[str, str]:

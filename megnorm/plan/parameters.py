@@ -5,7 +5,7 @@ Letters: d hidden, H heads, KV key-value heads, e head size, f FFN inner width, 
 
 from megnorm.config import Config, ModelConfig
 from megnorm.config.placement import Block, HeadNorm, Norm
-from megnorm.norms import resolve
+from megnorm.norms import norm_kinds, placement_of
 
 
 def count_parameters(config: Config) -> dict[str, int]:
@@ -39,7 +39,7 @@ def parameter_table(config: Config) -> list[tuple[str, int, str]]:
         "embedding": vocabulary,
         "attention": f"{model.layers} layers: {heads}",
         "ffn": f"{model.layers} layers: {ffn}, {model.hidden} x {model.ffn_hidden}, {model.activation}",
-        "norms": f"{model.norm.scheme}, {({'rms': 'RMSNorm', 'layer': 'LayerNorm'})[model.norm.kind]}",
+        "norms": f"{model.norm.scheme}, {', '.join(norm_kinds(placement_of(model)))}",
         "biases": "of the linear layers" if model.bias else "none",
         "output": "tied to the embedding" if model.tie_embeddings else vocabulary,
         "total": "",
@@ -60,7 +60,7 @@ def ffn_matrices(model: ModelConfig) -> int:
 
 def norm_parameters(model: ModelConfig) -> int:
     """Gains and biases of all norms of the placement."""
-    placement = resolve(model.norm, model.layers)
+    placement = placement_of(model)
     ends = sum(_norm(norm, model.hidden) for norm in (placement.embed_norm, placement.final_norm))
     return ends + sum(_block_norms(block, model) for block in placement.blocks)
 

@@ -254,9 +254,9 @@ SLOTS = {
     '{"0": {ffn: {q_norm: default}}}': "unknown slot",
     '{"0": {attention: {mid_norm: default}}}': "unknown slot",
     '{"0": {ffn: {in_norm: maybe}}}': "in_norm='maybe': write default, none, or a mapping",
-    '{"0": {ffn: {in_norm: {kind: batch}}}}': "in_norm.kind: input should be",
+    '{"0": {ffn: {in_norm: {kind: batch}}}}': "in_norm.kind='batch': input should be",
     '{"0": {ffn: {in_norm: {epsilon: 1}}}}':
-        "in_norm.epsilon: extra inputs are not permitted; a norm has kind, eps",
+        "in_norm.epsilon: unknown key of a norm 'epsilon'; did you mean 'eps'?",
     '{"0": {ffn: {residual_from: branch}}}': "residual_from='branch': input should be 'raw' or 'normed'",
 }
 
