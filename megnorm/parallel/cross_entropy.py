@@ -71,7 +71,9 @@ def _row_softmax(scores: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor, Te
 def _chunks(rows: Tensor) -> list[slice]:
     """Slices of rows [n, v] to be worked on at once; on a GPU that is all of them."""
     n, v = rows.shape
-    step = max(1, CHUNK // max(v, 1)) if rows.device.type == "cpu" else max(n, 1)
+    if v == 0:  # only padding on this rank
+        return []
+    step = max(1, CHUNK // v) if rows.device.type == "cpu" else max(n, 1)
     return [slice(start, start + step) for start in range(0, n, step)]
 
 
