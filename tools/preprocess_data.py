@@ -1,4 +1,7 @@
-"""Tokenizes JSONL files into an indexed dataset (.bin, .idx) in Megatron's format.
+"""Tokenizes a corpus into an indexed dataset (.bin, .idx) in Megatron's format.
+
+Reads JSONL (also .gz, .zst), text files, Parquet, and folders that Hugging Face's datasets saved. A run that
+was killed continues when the same command is given again.
 
 Example:
   python tools/preprocess_data.py --input corpus/*.jsonl.gz --output-prefix data/train \\
@@ -10,8 +13,12 @@ writes data/train_text_document.bin, .idx and .meta.json.
 from __future__ import annotations
 
 import argparse
+import sys
 
 from megnorm.data.command import run_tool
+from megnorm.data.fast_encoders import BACKENDS
+from megnorm.data.inputs import FORMATS
+from megnorm.data.lengths import describe_quantiles
 from megnorm.data.preprocess import PreprocessOptions, PreprocessReport, preprocess
 from megnorm.data.tokenizers import TOKENIZER_TYPES
 
@@ -26,7 +33,13 @@ def parse() -> PreprocessOptions:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="JSONL files or glob patterns, also .gz and .zst; read in the order given",
+        help="files, folders or glob patterns; read in the order given",
+    )
+    add(
+        "--input-format",
+        choices=FORMATS,
+        default="auto",
+        help="auto: by the suffix, or JSONL; text: each file is a document (default: auto)",
     )
     add(
         "--json-keys", nargs="+", default=["text"], metavar="KEY", help="one dataset for each (default: text)"
@@ -38,14 +51,34 @@ def parse() -> PreprocessOptions:
         help="writes PREFIX_<key>_document.bin, .idx and .meta.json",
     )
     add("--tokenizer-type", required=True, choices=TOKENIZER_TYPES, help="kind of tokenizer")
-    add("--tokenizer-model", metavar="FILE", help="SentencePiece .model, or tokenizer.json or its folder")
+    add(
+        "--tokenizer-model",
+        metavar="FILE",
+        help="SentencePiece .model, tokenizer.json or its folder, or <encoding>.tiktoken",
+    )
+    add(
+        "--tokenizer-backend",
+        choices=BACKENDS,
+        default="auto",
+        help="what runs the tokenizer; a faster one must give the same ids on a sample first. "
+        "auto: gigatoken where it does, else native (default: auto)",
+    )
     add("--append-eod", action="store_true", help="end each document that isn't empty with the end token")
     add("--workers", type=int, default=1, metavar="N", help="processes; the output doesn't depend on it")
     add(
         "--on-error",
         choices=("abort", "skip"),
         default="abort",
-        help="a bad line ends the command, or goes to PREFIX.rejected.jsonl (default: abort)",
+        help="a bad record ends the command, or goes to PREFIX.rejected.jsonl (default: abort)",
+    )
+    add("--rank", type=int, default=0, metavar="R", help="this machine of --world-size (default: 0)")
+    add(
+        "--world-size",
+        type=int,
+        default=1,
+        metavar="W",
+        help="machines that share the inputs; each writes PREFIX_<R>_of_<W>_<key>_document, which "
+        "merge_datasets.py joins in order (default: 1)",
     )
     args = parser.parse_args()
     return PreprocessOptions(
@@ -57,6 +90,10 @@ def parse() -> PreprocessOptions:
         append_eod=args.append_eod,
         workers=args.workers,
         on_error=args.on_error,
+        input_format=args.input_format,
+        backend=args.tokenizer_backend,
+        rank=args.rank,
+        world_size=args.world_size,
     )
 
 
@@ -67,14 +104,16 @@ def show(report: PreprocessReport) -> None:
         print(f"{prefix}: {report.documents:,} documents, {tokens:,} tokens{ends}")
         print(
             f"  {size / 1e6:.1f} MB of text, {size / max(tokens, 1):.2f} bytes a token, "
-            f"{report.seconds:.1f} s, {size / report.seconds / 1e6:.1f} MB/s"
+            f"{report.seconds:.1f} s, {size / report.seconds / 1e6:.1f} MB/s, by {report.backend}"
         )
+        if report.documents:
+            print(f"  tokens a document: {describe_quantiles(report.lengths[k])}")
     if report.skipped:
-        print(f"skipped {report.skipped:,} bad lines, kept in {report.rejected}")
+        print(f"skipped {report.skipped:,} bad records, kept in {report.rejected}")
 
 
 def main() -> int:
-    show(preprocess(parse()))
+    show(preprocess(parse(), lambda message: print(message, file=sys.stderr)))
     return 0
 
 

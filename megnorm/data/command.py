@@ -29,7 +29,7 @@ def run_tool(main: Callable[[], int]) -> NoReturn:
         where = f"{error.filename}: " if error.filename else ""
         code = _say(f"{where}{error.strerror or error}", FAILURE)
     except KeyboardInterrupt:
-        code = _say("interrupted; nothing was left under the final names", INTERRUPTED)
+        code = _say("interrupted; nothing stands under the final names", INTERRUPTED)
     sys.exit(code)
 
 

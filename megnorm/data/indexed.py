@@ -22,17 +22,22 @@ import contextlib
 import hashlib
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 import numpy as np
 
 from megnorm.data.errors import DataError
+from megnorm.data.meta import META_SUFFIX, file_sha256, read_meta
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 _HEADER = struct.Struct("<9sQBQQ")
+# An index up to this size is compared with the digest in its sidecar whenever it is opened.
+_DIGEST_BYTES = 64 << 20
 # Arrays of a corpus are walked in blocks, so that 10^8 documents don't need gigabytes at once.
 _BLOCK = 1 << 20
 
@@ -73,7 +78,8 @@ class IndexedDataset:
     """Read-only, memory-mapped view of `<prefix>.bin` and `<prefix>.idx`.
 
     Attributes: `lengths` i32 [N] tokens of each sequence; `offsets` i64 [N] byte offset of each sequence in
-    .bin; `documents` i64 [D + 1] boundaries in sequences; `dtype` of the tokens.
+    .bin; `documents` i64 [D + 1] boundaries in sequences; `dtype` of the tokens; `has_modes` whether the
+    index ends with the modes of the sequences, which nothing here reads.
 
     Nothing in the files is believed before it is checked: sizes against the header before anything is
     mapped, then lengths, offsets and boundaries. Raises DataError, naming the file and the rule.
@@ -96,6 +102,20 @@ class IndexedDataset:
                 f"{self.dtype.itemsize} bytes = {tokens * self.dtype.itemsize}; the file is cut or foreign"
             )
         self._tokens = self._map(self._bin, 0, tokens, self.dtype)
+        if idx_size <= _DIGEST_BYTES:
+            self.check_digest()
+
+    def check_digest(self) -> None:
+        """Raises DataError when the index isn't the one that the sidecar, where there is one, describes.
+
+        The rules above leave room for damage that gives other documents, such as a boundary that moved.
+        """
+        meta = read_meta(self.prefix)
+        if meta and meta.idx_sha256 and file_sha256(self._idx) != meta.idx_sha256:
+            raise DataError(
+                f"{self._idx}: isn't the index that {self.prefix}{META_SUFFIX} describes (other sha256): it "
+                f"is damaged, or the sidecar is of another dataset and must go"
+            )
 
     def _read_header(self, size: int) -> tuple[np.dtype, int, int]:
         if size < _HEADER.size:
@@ -111,6 +131,7 @@ class IndexedDataset:
         if boundaries < 1:
             raise DataError(f"{self._idx}: no document boundaries, must be at least one")
         plain = _HEADER.size + 12 * n + 8 * boundaries
+        self.has_modes = n > 0 and size == plain + n
         if size not in (plain, plain + n):
             raise DataError(
                 f"{self._idx}: {size} bytes, but its header ({n} sequences, {boundaries} boundaries) asks "
@@ -241,23 +262,52 @@ class IndexedWriter:
 
     Everything goes to temporary files beside the target. On leaving without an exception they are synced and
     renamed: `.bin` first, then sidecars, `.idx` last, so that a dataset with an `.idx` is complete. On an
-    exception nothing appears, and nothing is left but what was there before.
+    exception nothing appears, and nothing is left but what was there before; `resumable` keeps the temporary
+    files, under names that the next run finds, unless the exception is a DataError.
     """
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype | str | type) -> None:
+    def __init__(self, prefix: str | Path, dtype: np.dtype | str | type, resumable: bool = False) -> None:
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = _dtype_code(self.dtype)
+        self._mark = "part" if resumable else f"{os.getpid()}.tmp"
+        self._resumable = resumable
         self._sha = hashlib.sha256()
+        self._idx_sha256: str | None = None
         self._sidecars: dict[str, bytes] = {}
         self.num_documents, self.num_tokens = 0, 0
         Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._bin = open(self._temporary(".bin"), "wb")
+        self._bin = self._open(".bin")
         # Lengths are spooled to disk: the memory must not grow with the corpus.
-        self._lengths = open(self._temporary(".lengths"), "wb+")
+        self._lengths = self._open(".lengths")
 
     def _temporary(self, suffix: str) -> Path:
-        return Path(f"{self.prefix}{suffix}.{os.getpid()}.tmp")
+        return Path(f"{self.prefix}{suffix}.{self._mark}")
+
+    def _open(self, suffix: str) -> BinaryIO:
+        path = self._temporary(suffix)
+        return open(path, "rb+" if self._resumable and path.exists() else "wb+")
+
+    def restore(self, documents: int, tokens: int) -> bool:
+        """Goes back to the state after so many documents of an interrupted run; False if it isn't there."""
+        sizes = (tokens * self.dtype.itemsize, documents * 4)
+        files = (self._bin, self._lengths)
+        if any(os.fstat(f.fileno()).st_size < size for f, size in zip(files, sizes, strict=True)):
+            return False
+        self._sha = hashlib.sha256()
+        for file, size in zip(files, sizes, strict=True):
+            file.truncate(size)
+            file.seek(0)
+            while file is self._bin and (block := file.read(_BLOCK)):
+                self._sha.update(block)
+            file.seek(size)
+        self.num_documents, self.num_tokens = documents, tokens
+        return True
+
+    def sync(self) -> None:
+        """Makes durable what was added so far."""
+        _sync(self._bin)
+        _sync(self._lengths)
 
     def add_document(self, ids: np.ndarray | list[int]) -> None:
         """Appends one document; an empty one is a document without a sequence."""
@@ -291,62 +341,77 @@ class IndexedWriter:
         """Hex digest of the tokens written so far."""
         return self._sha.hexdigest()
 
+    def length_blocks(self) -> Iterator[np.ndarray]:
+        """Tokens of the documents written so far, i32, in blocks."""
+        self._lengths.flush()
+        for a in range(0, self.num_documents, _BLOCK):
+            count = min(_BLOCK, self.num_documents - a)
+            yield np.fromfile(self._lengths.name, "<i4", count, offset=4 * a)
+
+    def seal(self) -> str:
+        """Ends the writing; hex digest of the index, for a sidecar."""
+        if self._idx_sha256 is None:
+            with open(self._temporary(".idx"), "wb") as file:
+                self._write_index(file)
+                _sync(file)
+            self._idx_sha256 = file_sha256(self._temporary(".idx"))
+        return self._idx_sha256
+
     def __enter__(self) -> IndexedWriter:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        kept = self._resumable and kind is not None and not issubclass(kind, DataError)
         try:
             if kind is None:
                 self._publish()
+        except BaseException:
+            kept = self._resumable
+            raise
         finally:
             self._bin.close()
             self._lengths.close()
-            for suffix in (".bin", ".idx", ".lengths", *self._sidecars):
+            for suffix in (
+                (".idx", *self._sidecars) if kept else (".bin", ".idx", ".lengths", *self._sidecars)
+            ):
                 self._temporary(suffix).unlink(missing_ok=True)
 
     def _publish(self) -> None:
         _sync(self._bin)
-        with open(self._temporary(".idx"), "wb") as file:
-            self._write_index(file)
-            _sync(file)
+        self.seal()
         for suffix, content in self._sidecars.items():
             with open(self._temporary(suffix), "wb") as file:
                 file.write(content)
                 _sync(file)
         # An old index must not stand beside a new .bin, not even for a moment.
-        for suffix in (".idx", ".meta.json"):
+        for suffix in (".idx", META_SUFFIX):
             Path(self.prefix + suffix).unlink(missing_ok=True)
         for suffix in (".bin", *self._sidecars, ".idx"):
             os.replace(self._temporary(suffix), self.prefix + suffix)
         sync_folder(Path(self.prefix).parent)
 
-    def _write_index(self, file) -> None:
-        self._lengths.flush()
-        spooled = np.empty(0, "<i4")
-        if self.num_documents:
-            spooled = np.memmap(self._lengths.name, "<i4", "r", 0, (self.num_documents,)).view(np.ndarray)
-        blocks = [spooled[a : a + _BLOCK] for a in range(0, len(spooled), _BLOCK)]
-        sequences = sum(int(np.count_nonzero(block)) for block in blocks)
+    def _write_index(self, file: BinaryIO) -> None:
+        sequences = sum(int(np.count_nonzero(block)) for block in self.length_blocks())
         file.write(_HEADER.pack(MAGIC, VERSION, self._code, sequences, self.num_documents + 1))
-        for block in blocks:
+        for block in self.length_blocks():
             file.write(block[block > 0].tobytes())
         start = 0
-        for block in blocks:
+        for block in self.length_blocks():
             lengths = block[block > 0].astype("<i8") * self.dtype.itemsize
             ends = start + np.cumsum(lengths)
             file.write((ends - lengths).astype("<i8").tobytes())
             start = int(ends[-1]) if len(ends) else start
         file.write(np.zeros(1, "<i8").tobytes())
         seen = 0
-        for block in blocks:
+        for block in self.length_blocks():
             bounds = seen + np.cumsum(block > 0, dtype=np.int64)
             file.write(bounds.astype("<i8").tobytes())
             seen = int(bounds[-1])
 
 
-def _sync(file) -> None:
+def _sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
 

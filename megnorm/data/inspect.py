@@ -6,8 +6,8 @@ import numpy as np
 
 from megnorm.data.errors import DataError
 from megnorm.data.indexed import IndexedDataset
-from megnorm.data.meta import DatasetMeta, read_meta
-from megnorm.data.tokenizers import Tokenizer, file_sha256, load_tokenizer
+from megnorm.data.meta import DatasetMeta, file_sha256, read_meta
+from megnorm.data.tokenizers import Tokenizer, load_tokenizer
 
 _QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
 

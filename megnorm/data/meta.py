@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass, field
@@ -30,7 +31,7 @@ class DatasetMeta:
     """What is known of a dataset beside its tokens.
 
     `tokens` counts the end-of-document tokens, `eod_tokens` only these; `text_bytes` is the UTF-8 size of the
-    texts. Bits per byte = loss / ln 2 * tokens / text_bytes.
+    texts. Bits per byte = loss / ln 2 * tokens / text_bytes. `idx_sha256` may be "", for not known.
     """
 
     tokenizer: TokenizerMeta
@@ -41,6 +42,7 @@ class DatasetMeta:
     text_bytes: int
     dtype: str
     bin_sha256: str
+    idx_sha256: str = ""
     sources: list[dict[str, Any]] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
     version: int = VERSION
@@ -54,6 +56,15 @@ class DatasetMeta:
         if self.tokenizer.path is None:
             return None
         return Path(os.path.normpath(meta_path(prefix).parent / self.tokenizer.path))
+
+
+def file_sha256(path: str | Path) -> str:
+    """Hex digest of a file."""
+    sha = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            sha.update(block)
+    return sha.hexdigest()
 
 
 def meta_path(prefix: str | Path) -> Path:

@@ -15,7 +15,7 @@ class Progress:
 
     def __init__(self, total_bytes: int) -> None:
         self._total = max(total_bytes, 1)
-        self._finished_files = self._position = 0
+        self._finished = self._position = 0
         self._text_bytes = self._documents = self._tokens = 0
         self._started = self._last_line = time.perf_counter()
         self._terminal = sys.stderr.isatty()
@@ -45,12 +45,12 @@ class Progress:
             self._bar.stop()
 
     def read(self, position: int) -> None:
-        """The position in the file being read."""
+        """The bytes on disk that were read of the piece being read."""
         self._position = position
 
-    def file_done(self) -> None:
-        """The next file begins."""
-        self._finished_files += self._position
+    def piece_done(self, disk_bytes: int) -> None:
+        """The next piece begins."""
+        self._finished += disk_bytes
         self._position = 0
 
     def update(self, text_bytes: int, documents: int, tokens: int) -> None:
@@ -62,7 +62,7 @@ class Progress:
             if self._bar is None:  # only now, since it starts a thread and the workers are forked before
                 self._bar = self._make_bar()
                 self._bar.start()
-            done = min(self._finished_files + self._position, self._total)
+            done = min(self._finished + self._position, self._total)
             self._bar.update(self._bar.task_ids[0], completed=done, rates=self._rates())
         elif time.perf_counter() - self._last_line >= _LINE_SECONDS:
             self._last_line = time.perf_counter()
@@ -76,7 +76,7 @@ class Progress:
         )
 
     def _line(self) -> str:
-        share = min(1.0, (self._finished_files + self._position) / self._total)
+        share = min(1.0, (self._finished + self._position) / self._total)
         seconds = time.perf_counter() - self._started
         left = f"{seconds * (1 - share) / share:.0f} s" if share else "unknown"
         return f"{share:.0%}  {self._rates()}  ETA {left}"

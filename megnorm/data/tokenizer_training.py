@@ -12,7 +12,8 @@ from pathlib import Path
 
 from megnorm.data.command import ToolFailure
 from megnorm.data.errors import DataError
-from megnorm.data.readers import expand_inputs, parse_lines, read_chunks
+from megnorm.data.inputs import expand_inputs, plan_pieces
+from megnorm.data.readers import parse_chunk, read_piece
 from megnorm.data.tokenizers import SentencePieceTokenizer
 
 # SentencePiece learns from "sentences"; pieces of several lines let it learn line ends too.
@@ -37,10 +38,10 @@ class TrainingReport:
 
 
 def iter_texts(files: Sequence[Path], key: str) -> Iterator[str]:
-    """The texts of JSONL files; the first bad line raises DataError."""
-    for file in files:
-        for chunk in read_chunks(file):
-            parsed = parse_lines(chunk, (key,))
+    """The texts of files; the first bad record raises DataError."""
+    for piece in plan_pieces(files):
+        for chunk in read_piece(piece, (key,)):
+            parsed = parse_chunk(chunk, (key,))
             if parsed.bad:
                 raise DataError(str(parsed.bad[0]))
             for (text,) in parsed.documents:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
+import base64
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 from megnorm.data.errors import DataError
 
@@ -31,6 +34,14 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; control tokens such as the end of a document give nothing."""
         ...
+
+
+def encode_arrays(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """(ids of all texts one behind the other, i32 lengths) by `tokenizer.encode`."""
+    ids = tokenizer.encode(texts)
+    lengths = np.fromiter(map(len, ids), np.int32, len(ids))
+    total = int(lengths.sum(dtype=np.int64))
+    return np.fromiter(itertools.chain.from_iterable(ids), np.int32, total), lengths
 
 
 class ByteTokenizer:
@@ -60,7 +71,7 @@ class SentencePieceTokenizer:
         try:
             self._model = SentencePieceProcessor(model_file=str(path))
         except (OSError, RuntimeError) as error:
-            raise DataError(f"{path}: not a SentencePiece model ({_one_line(error)})") from None
+            raise DataError(f"{path}: not a SentencePiece model ({one_line(error)})") from None
         self.vocab_size = self._model.get_piece_size()
         eos = self._model.eos_id()
         self.eod = eos if eos >= 0 else None
@@ -90,7 +101,7 @@ class HFTokenizer:
         try:
             self._model = Model.from_file(str(self.path))
         except Exception as error:  # the library raises bare Exception
-            raise DataError(f"{self.path}: not a tokenizer.json ({_one_line(error)})") from None
+            raise DataError(f"{self.path}: not a tokenizer.json ({one_line(error)})") from None
         self._model.no_padding()
         self._model.no_truncation()
         self._model.encode_special_tokens = True  # "<|endoftext|>" in a text is text
@@ -124,7 +135,84 @@ class HFTokenizer:
         return self._model.decode([int(i) for i in ids if i != self.eod], skip_special_tokens=True)
 
 
-TOKENIZER_TYPES = ("SentencePieceTokenizer", "HFTokenizer", "ByteTokenizer")
+class TikTokenizer:
+    """A tiktoken rank file (a line a token: base64 of its bytes, its id). The file carries neither the
+    pattern that cuts texts into words nor the special tokens, so its name must be a published encoding's."""
+
+    type = "TikTokenizer"
+    # github.com/openai/tiktoken, tiktoken_ext/openai_public.py: pattern, end of text, vocabulary.
+    _ENCODINGS = {
+        "r50k_base": (
+            r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""",
+            50256,
+            50257,
+        ),
+        "cl100k_base": (
+            r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"""
+            r"""|\s++$|\s*[\r\n]|\s+(?!\S)|\s""",
+            100257,
+            100277,
+        ),
+        "o200k_base": (
+            r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"""
+            r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
+            r"""|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"""
+            r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
+            r"""|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
+            199999,
+            200019,
+        ),
+    }
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        name = self.path.name.removesuffix(".tiktoken")
+        if name not in self._ENCODINGS:
+            raise DataError(
+                f"{path}: the name of a rank file must say its encoding, one of "
+                f"{', '.join(f'{known}.tiktoken' for known in self._ENCODINGS)}; for another one make a "
+                f"tokenizer.json and take HFTokenizer"
+            )
+        pattern, self.eod, self.vocab_size = self._ENCODINGS[name]
+        self._model = build_tiktoken(name, pattern, self._read_ranks())
+
+    def _read_ranks(self) -> dict[bytes, int]:
+        ranks = {}
+        for number, line in enumerate(self.path.read_bytes().splitlines(), 1):
+            if not line:
+                continue
+            try:
+                token, rank = line.split()
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+            except ValueError:
+                raise DataError(f"{self.path}:{number}: not a tiktoken rank (base64, number)") from None
+        if not all(0 <= rank < self.eod for rank in ranks.values()):
+            raise DataError(f"{self.path}: ranks must be 0 to {self.eod - 1}")
+        if not all(bytes([byte]) in ranks for byte in range(256)):
+            raise DataError(f"{self.path}: some single byte has no rank; the file is cut or foreign")
+        return ranks
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self._model.encode_ordinary(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._model.decode([int(i) for i in ids if i < self.eod])
+
+
+def build_tiktoken(name: str, pattern: str, ranks: dict[bytes, int]) -> Any:
+    """A tiktoken Encoding without special tokens. Raises DataError where tiktoken is missing or refuses."""
+    try:
+        import tiktoken
+    except ImportError:
+        raise DataError('tiktoken is needed: pip install "megnorm[preprocess]"') from None
+    try:
+        return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    except Exception as error:  # the library raises ValueError, PanicException, ...
+        raise DataError(f"tiktoken: {one_line(error)}") from None
+
+
+_KINDS = {kind.type: kind for kind in (SentencePieceTokenizer, HFTokenizer, TikTokenizer)}
+TOKENIZER_TYPES = (*_KINDS, "ByteTokenizer")
 
 
 def load_tokenizer(type: str, path: str | Path | None = None) -> Tokenizer:
@@ -137,17 +225,9 @@ def load_tokenizer(type: str, path: str | Path | None = None) -> Tokenizer:
         raise DataError(f"{type} needs a model file (--tokenizer-model)")
     if not Path(path).exists():
         raise DataError(f"{path}: no such tokenizer model")
-    return SentencePieceTokenizer(path) if type == "SentencePieceTokenizer" else HFTokenizer(path)
+    return _KINDS[type](path)
 
 
-def file_sha256(path: str | Path) -> str:
-    """Hex digest of a file."""
-    sha = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            sha.update(block)
-    return sha.hexdigest()
-
-
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """An error of a library in at most 200 characters."""
     return " ".join(str(error).split())[:200]

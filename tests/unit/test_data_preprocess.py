@@ -17,10 +17,11 @@ import pytest
 from megnorm.data.command import ToolFailure
 from megnorm.data.errors import DataError
 from megnorm.data.indexed import IndexedDataset
+from megnorm.data.inputs import Piece, expand_inputs
 from megnorm.data.inspect import dataset_tokenizer, describe, show_document
 from megnorm.data.meta import meta_path, read_meta
-from megnorm.data.preprocess import PreprocessOptions, _check_counts, preprocess
-from megnorm.data.readers import expand_inputs, read_chunks
+from megnorm.data.preprocess import PreprocessOptions, check_counts, preprocess
+from megnorm.data.readers import read_piece
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ["", "first", "ünï 😀", " ", 'line\u2028separator\nand \\ "quotes"', "x" * 3000, "", "last", ""]
@@ -105,7 +106,7 @@ def test_line_ends_mark_and_blank_lines(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_bytes(b'\xef\xbb\xbf{"text":"a"}\r\n\r\n  \n{"text":"b"}\n\n{"text":"c"}')
     report = preprocess(options(tmp_path, source))
-    assert (report.documents, report.blank, report.lines) == (3, 3, 6)
+    assert (report.documents, report.blank, report.records) == (3, 3, 6)
     dataset = IndexedDataset(report.prefixes[0])
     assert [bytes(dataset.read(k)[:-1].tolist()) for k in range(3)] == [b"a", b"b", b"c"]
 
@@ -168,10 +169,11 @@ def test_lost_documents_are_noticed(tmp_path: Path) -> None:
     report = preprocess(options(tmp_path, corpus(tmp_path / "a.jsonl", ["a", "b", "c"])))
     report.tokens = [10]
     with pytest.raises(ToolFailure, match="2 documents written"):
-        _check_counts(report, [Writer()])  # type: ignore[list-item]
+        check_counts(report, [Writer()])  # type: ignore[list-item]
 
 
 def test_input_errors(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
     (tmp_path / "blank.jsonl").write_bytes(b"\n \n")
     (tmp_path / "empty.jsonl").write_bytes(b"")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text":"a"}\n' * 1000)[:-12])
@@ -183,7 +185,7 @@ def test_input_errors(tmp_path: Path) -> None:
         (["fake.jsonl.gz"], "fake.jsonl.gz: cannot be read"),
         (["none.jsonl"], "no such file"),
         (["none*.jsonl"], "nothing matches"),
-        ([""], "is a folder"),
+        (["d"], "is a folder without files"),
         (["blank.jsonl", "blank.jsonl"], "given twice"),
     ]:
         with pytest.raises(DataError, match=message):
@@ -196,7 +198,7 @@ def test_input_errors(tmp_path: Path) -> None:
 def test_chunks_are_whole_lines_with_their_numbers(tmp_path: Path) -> None:
     source = corpus(tmp_path / "a.jsonl", TEXTS)
     for size in (1, 10, 100, 10**6):
-        chunks = list(read_chunks(source, size))
+        chunks = list(read_piece(Piece(str(source), "jsonl"), ("text",), size))
         assert b"".join(chunk.data for chunk in chunks) == source.read_bytes()
         for chunk in chunks:
             assert chunk.data.endswith(b"\n")
@@ -212,7 +214,7 @@ def test_tool_reports_in_one_line_and_exits_2(tmp_path: Path) -> None:
     assert done.stderr.startswith(f"error: {tmp_path}/a.jsonl:2: not JSON")
     done = run_tool("--input", tmp_path / "a.jsonl", *arguments, "--on-error", "skip", "--append-eod")
     assert done.returncode == 0 and "1 documents, 2 tokens" in done.stdout
-    assert "skipped 1 bad lines" in done.stdout
+    assert "skipped 1 bad records" in done.stdout
 
 
 def test_starts_without_torch() -> None:

@@ -123,7 +123,7 @@ def test_training_errors(folder: Path, tmp_path: Path) -> None:
 
 def test_load_errors(folder: Path) -> None:
     for kind, path, message in [
-        ("GPT2BPETokenizer", None, "must be one of SentencePieceTokenizer, HFTokenizer, ByteTokenizer"),
+        ("GPT2BPETokenizer", None, "must be one of SentencePieceTokenizer, HFTokenizer, TikTokenizer"),
         ("SentencePieceTokenizer", None, "needs a model file"),
         ("SentencePieceTokenizer", folder / "none.model", "no such tokenizer model"),
         ("SentencePieceTokenizer", folder / "corpus.jsonl", "not a SentencePiece model"),
