@@ -2,9 +2,11 @@
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from megnorm.build import build_engine
 from megnorm.checkpoint.load import choose_together, load
@@ -29,9 +31,19 @@ def work(prepared: Prepared, resume: str, local_rank: int, report: Callable[[str
     start(device, prepared.config.parallel.timeout_seconds)
     groups = make_groups(prepared.layout, device, prepared.config.model.kv_heads)
     run = open_run(prepared, resume, groups, stop)
+    limit_waiting(prepared.config.parallel.timeout_seconds)
     code = train(run, report)
     finish()
     return code
+
+
+def limit_waiting(seconds: int) -> None:
+    """Let every process group, DeepSpeed's own included, give up a peer that is silent for so long.
+
+    A new group doesn't inherit the default group's limit: with gloo it would wait for 30 minutes.
+    """
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def open_run(prepared: Prepared, resume: str, groups: Groups, stop: StopRequest) -> Run:
