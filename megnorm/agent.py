@@ -44,6 +44,7 @@ POLL_SECONDS = 0.2
 SETTLE_SECONDS = 2.0  # after a death: for the other ranks to end by themselves and for the machines to talk
 LOST_STORE_SECONDS = 10.0  # how long workers may go on after node 0's agent can't be reached
 STRAGGLER_SECONDS = 60.0  # how long the last ranks may take to end after the first ended in good order
+SILENT = "it hung: the other ranks waited for it for parallel.timeout_seconds"
 
 
 @dataclass(frozen=True)
@@ -231,15 +232,31 @@ class Agent(LocalElasticAgent):
             self._bulletin.post(self.failures)
             time.sleep(SETTLE_SECONDS)
             self.failures += [f for f in self._bulletin.failures if f.rank not in self.codes]
-        if not self.failures:
-            self.failures = [
-                Failure(w.global_rank, socket.gethostname(), int(w.id), -signal.SIGKILL, time.time(), reason)
-                for w in worker_group.workers
-                if w.local_rank not in ends
-            ]
+        if all(failure.lost_peer for failure in self.failures):  # nobody died: the others wait for one that hangs
+            self.failures += self.hanging(worker_group, ends, reason or SILENT)
         self.signal_workers(signal.SIGKILL)
         for handler in handlers.values():
             handler.proc.wait()
+
+    def hanging(self, worker_group: WorkerGroup, ends: dict[int, float], reason: str) -> list[Failure]:
+        """One Failure for each local rank that did not end by itself."""
+        return [
+            Failure(
+                rank=worker.global_rank,
+                host=socket.gethostname(),
+                pid=int(worker.id),
+                exitcode=-signal.SIGKILL,
+                time=time.time(),
+                message=reason,
+                progress=self.progress(worker.local_rank),
+            )
+            for worker in worker_group.workers
+            if worker.local_rank not in ends
+        ]
+
+    def progress(self, local_rank: int) -> str:
+        """How far a worker said that it was."""
+        return read_text(Path(self._pcontext.error_files[local_rank]).with_name("progress"))
 
     def collect(self, worker_group: WorkerGroup, ends: dict[int, float]) -> list[Failure]:
         """One Failure for each local rank that ended by itself in bad order (ends: local rank to time)."""
@@ -248,8 +265,7 @@ class Agent(LocalElasticAgent):
             code = self._pcontext.subprocess_handlers[worker.local_rank].proc.returncode
             if worker.local_rank not in ends or self.is_orderly(code):
                 continue
-            error_file = Path(self._pcontext.error_files[worker.local_rank])
-            error = read_error(error_file)
+            error = read_error(Path(self._pcontext.error_files[worker.local_rank]))
             failures.append(
                 Failure(
                     rank=worker.global_rank,
@@ -257,7 +273,7 @@ class Agent(LocalElasticAgent):
                     pid=int(worker.id),
                     exitcode=code,
                     time=error.pop("time", ends[worker.local_rank]),
-                    progress=read_text(error_file.with_name("progress")),
+                    progress=self.progress(worker.local_rank),
                     **error,
                 )
             )
