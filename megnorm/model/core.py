@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megnorm.model.block_causal import LONGEST, block_causal
 from megnorm.model.kernels import wide_dtype
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -19,11 +20,13 @@ ROWS = 256
 def make_core(scale: float | None, softcap: float | None) -> Core:
     """scale: factor on the scores, 1/sqrt(e) when None. softcap: scores become cap * tanh(scores / cap)
     before the mask (Gemma 2, arXiv:2408.00118), which torch's scaled_dot_product_attention can't do."""
-    return partial(sdpa, scale=scale) if softcap is None else partial(capped, scale=scale, cap=softcap)
+    return partial(plain, scale=scale) if softcap is None else partial(capped, scale=scale, cap=softcap)
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """torch's attention."""
+def plain(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    """torch's attention; on a CPU, where that is slow, blocks of queries."""
+    if q.device.type == "cpu" and q.shape[2] <= LONGEST:
+        return block_causal(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
 
 
