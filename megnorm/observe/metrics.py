@@ -1,5 +1,6 @@
 """``metrics.jsonl``: one JSON object a line, safe against kills, one row a step over all attempts."""
 
+import errno
 import json
 import math
 import os
@@ -63,7 +64,15 @@ class MetricsWriter:
         self._file.close()
 
     def _write(self, row: dict) -> None:
-        self._file.write(_line({**row, "attempt": self.attempt}))
+        """A whole line, or none and an OSError: half a row must not stand before others."""
+        line, start = _line({**row, "attempt": self.attempt}), os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(line) < len(line):  # the space ended within the line
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            os.ftruncate(self._file.fileno(), start)
+            raise OSError(error.errno, f"{error.strerror}, so the run ends here; once there is some, the same command "
+                          "continues from the last checkpoint", str(self.path)) from None
 
 
 class NullSink:
