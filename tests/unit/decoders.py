@@ -7,7 +7,8 @@ from megnorm.config import ModelConfig
 from megnorm.config.placement import Placement
 from megnorm.model.decoder import Decoder, TokenLoss, decoder_layers
 from megnorm.model.init import initialise
-from megnorm.norms import resolve
+from megnorm.model.scale import StepClock
+from megnorm.norms import placement_of
 from megnorm.parallel.tensor import Alone
 
 
@@ -19,11 +20,11 @@ def model_config(**changes) -> ModelConfig:
 
 
 def decoder(model: ModelConfig, placement: Placement | None = None, dtype: torch.dtype = torch.float64,
-            recompute: str = "none") -> Decoder:
-    """The model on one rank; gains spread around 1 and biases around 0."""
-    placement = placement or resolve(model.norm, model.layers)
-    tp = Alone()
-    module = Decoder(decoder_layers(model, placement, recompute, tp), TokenLoss(model.vocab_size, tp))
+            recompute: str = "none", step: int = 0) -> Decoder:
+    """The model on one rank in a training step; gains spread around 1 and biases around 0."""
+    placement, tp = placement or placement_of(model), Alone()
+    layers = decoder_layers(model, placement, recompute, tp, clock=StepClock(step))
+    module = Decoder(layers, TokenLoss(model.vocab_size, tp))
     module.to(dtype)
     initialise(module.parameters(), seed=5)
     stream = torch.Generator().manual_seed(6)
