@@ -11,22 +11,27 @@ from megnorm.engine.optimizer import adamw
 from megnorm.engine.pipeline import make_stage
 from megnorm.model.decoder import Decoder, Layer, TokenLoss, decoder_layers, tied_logits
 from megnorm.model.init import initialise
-from megnorm.norms import resolve
+from megnorm.model.scale import StepClock
+from megnorm.norms import placement_of
 from megnorm.parallel.groups import Groups
 from megnorm.plan.stages import block_bounds
 
 
 def build_module(config: Config, groups: Groups) -> nn.Module:
-    """This rank's part of the model, with its initial weights."""
-    model = config.model
-    placement = resolve(model.norm, model.layers)
-    layers = decoder_layers(model, placement, config.parallel.recompute, groups.tp)
-    loss = TokenLoss(model.vocab_size, groups.tp)
+    """This rank's part of the model, with its initial weights.
+
+    It carries what the engine drives: ``clock``, the training step, and ``token_loss``.
+    """
+    model, clock = config.model, StepClock()
+    placement = placement_of(model)
+    layers = decoder_layers(model, placement, config.parallel.recompute, groups.tp, groups.cp, clock)
+    loss = TokenLoss(model.vocab_size, groups.tp, model.z_loss)
     if groups.layout.pp > 1:
         module = make_stage(layers, _layer_bounds(layers, block_bounds(config, groups.layout.pp)), tied_logits,
                             groups.layout, loss)
     else:
         module = Decoder(layers, loss)
+    module.clock, module.token_loss = clock, loss
     module.to(groups.device)
     initialise(module.parameters(), config.seed)
     return module

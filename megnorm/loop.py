@@ -113,10 +113,9 @@ def _train(run: Run, report: Callable[[str], None]) -> bool:
 def train_step(run: Run) -> None:
     """One optimizer step, and its row of metrics where one is due (its times are means since the last row)."""
     config, began = run.config, time.monotonic()
-    batches = micro_batches(run.datasets.train, run.step * config.train.global_batch, config.train.global_batch,
-                            config.train.micro_batch, run.groups.replica, run.groups.layout.replicas)
+    batches = step_batches(config, run.datasets, run.groups, run.step)
     lr = learning_rate(config, run.step)
-    result = run.engine.step(as_tensors(batches, run.groups), lr)
+    result = run.engine.step(as_tensors(batches, run.groups), lr, run.step + 1)
     run.step += 1
     run.interval.append(time.monotonic() - began)
     finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
@@ -128,12 +127,20 @@ def train_step(run: Run) -> None:
                if run.peak_tflops else None)
         row = {"step": run.step, "samples": run.step * config.train.global_batch,
                "tokens": run.step * config.tokens_per_step, "loss": result.loss, "grad_norm": result.grad_norm,
-               "lr": lr, "step_seconds": seconds, "tokens_per_second": speed, "mfu": mfu, "data": data_digest(run, batches)}
+               "lr": lr, "step_seconds": seconds, "tokens_per_second": speed, "mfu": mfu, **result.beside,
+               "data": data_digest(run, batches)}
         for sink in run.sinks:
             sink.step(row)
         run.console.step(row, config.total_steps)
     if not finite:
         diverged(run, result.loss, result.grad_norm)
+
+
+def step_batches(config: Config, datasets: Datasets, groups: Groups, step: int) -> list[Batch]:
+    """This replica's micro batches of the step after ``step`` finished ones."""
+    size = config.train.global_batch
+    return micro_batches(datasets.train, step * size, size, config.train.micro_batch, groups.replica,
+                         groups.layout.replicas)
 
 
 def data_digest(run: Run, batches: list[Batch]) -> str:

@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from megnorm.checkpoint.resume import CheckpointError, choose
+from megnorm.checkpoint.storage import read_manifest
 from megnorm.checkpoint.weights import read_weights
 from megnorm.config import load_config
 from megnorm.data.datasets import tokenizer_meta
 from megnorm.data.tokenizers import Tokenizer, load_tokenizer
 from megnorm.model.decoder import Decoder, TokenLoss, decoder_layers
-from megnorm.norms import resolve
+from megnorm.model.scale import StepClock
+from megnorm.norms import placement_of
 from megnorm.parallel.tensor import Alone
 
 
@@ -25,7 +27,8 @@ def continuation(run_dir: str | Path, prompt: str, tokens: int = 100, temperatur
     chosen = choose(run_dir, "auto")
     if chosen.path is None:
         raise CheckpointError(f"{run_dir} has no checkpoint to sample from")
-    model = Decoder(decoder_layers(config.model, resolve(config.model.norm, config.model.layers), "none", Alone()),
+    clock = StepClock(read_manifest(chosen.path).step)
+    model = Decoder(decoder_layers(config.model, placement_of(config.model), "none", Alone(), clock=clock),
                     TokenLoss(config.model.vocab_size, Alone()))
     weights = read_weights(chosen.path)
     with torch.no_grad():

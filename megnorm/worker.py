@@ -8,12 +8,13 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megnorm.build import build_engine
+from megnorm.build import build_engine, build_module
 from megnorm.checkpoint.load import choose_together, load
 from megnorm.config import dump_config
 from megnorm.engine.settings import zero_stage
 from megnorm.engine.start import device_for, finish, start
-from megnorm.loop import Run, StopRequest, train
+from megnorm.loop import Run, StopRequest, as_tensors, step_batches, train
+from megnorm.model.profile import has_profiled_scales, profile
 from megnorm.observe.console import Console, NullConsole
 from megnorm.observe.metrics import MetricsWriter, NullSink
 from megnorm.observe.peak import peak_tflops
@@ -51,12 +52,16 @@ def open_run(prepared: Prepared, resume: str, groups: Groups, stop: StopRequest)
     config, first = prepared.config, groups.rank == 0
     console = Console(config, groups.layout) if first else NullConsole()
     choice = choose_together(config.run_dir, resume)
-    engine = build_engine(config, groups)
+    module = build_module(config, groups)
+    if choice.path is None and has_profiled_scales(config.model):
+        first_step = as_tensors(step_batches(config, prepared.datasets, groups, 0), groups)
+        profile(module, config.model.layers, [tokens for tokens, _, _ in first_step], groups)
+    engine = build_engine(config, groups, module)
     notes = [f"passed over {path}: {reason}" for path, reason in choice.skipped]
     step = 0
     if choice.path is not None:
         loaded = load(choice.path, engine.raw, groups)
-        step = loaded.manifest.step
+        step = engine.clock.step = loaded.manifest.step
         notes.append(f"resumed from {choice.path}: {loaded.report}")
         notes += [f"changed since: {change}" for change in prepared.changes]
     if zero_stage(config) != config.parallel.zero_stage:

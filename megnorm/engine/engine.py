@@ -21,10 +21,12 @@ MicroBatch = tuple[Tensor, Tensor, Tensor]
 
 
 class StepResult(NamedTuple):
-    """Loss in nats per token, mean over the global batch; norm of the whole gradient before clipping."""
+    """Loss in nats per token, mean over the global batch; norm of the whole gradient before clipping; what was
+    trained beside the loss, by name, on the same scale."""
 
     loss: float
     grad_norm: float
+    beside: dict[str, float]
 
 
 class Engine:
@@ -32,11 +34,12 @@ class Engine:
 
     Micro batches are (tokens [b, s], targets [b, s], weights [b, s]); the weights hold the normalisation, so
     that the engine's mean over micro batches and replicas is the mean over the tokens of the global batch.
+    ``module.clock`` is the training step that the module sees, ``module.token_loss`` meters its loss.
     """
 
     def __init__(self, module: nn.Module, config: Config, groups: Groups,
                  make_optimizer: Callable[[list[dict]], torch.optim.Optimizer]):
-        self.groups = groups
+        self.groups, self.clock, self.token_loss = groups, module.clock, module.token_loss
         self.accumulation = deepspeed_settings(config, groups.layout)["gradient_accumulation_steps"]
         for parameter in module.parameters():
             # DeepSpeed's gradient norm takes what carries this mark from every tensor rank, and all else from
@@ -53,13 +56,16 @@ class Engine:
         self._train, self._evaluate = ((self._train_pipeline, self._evaluate_pipeline) if pipeline
                                        else (self._train_plain, self._evaluate_plain))
 
-    def step(self, batches: list[MicroBatch], lr: float) -> StepResult:
-        """One optimizer step at learning rate ``lr`` over this rank's ``accumulation`` micro batches."""
+    def step(self, batches: list[MicroBatch], lr: float, step: int) -> StepResult:
+        """Training step number ``step``, from 1, at learning rate ``lr`` over this rank's ``accumulation`` micro
+        batches. Evaluations that follow see the model as it is in this step."""
         assert len(batches) == self.accumulation, (len(batches), self.accumulation)
         for group in self.raw.basic_optimizer.param_groups:
             group["lr"] = lr
+        self.clock.step = step
+        self.token_loss.meter.take()
         loss = self._train(batches)
-        return StepResult(loss, float(self.raw.get_global_grad_norm()))
+        return StepResult(loss, float(self.raw.get_global_grad_norm()), self._beside(len(batches)))
 
     def evaluate(self, batches: list[MicroBatch]) -> float:
         """Mean loss over the batches of all replicas, without gradients."""
@@ -80,6 +86,16 @@ class Engine:
 
     def _evaluate_plain(self, batches: list[MicroBatch]) -> float:
         return self._mean(sum(self.raw(*batch).double() for batch in batches) / len(batches))
+
+    def _beside(self, micro_batches: int) -> dict[str, float]:
+        """What the last stage metered, as means over micro batches and replicas, on every rank."""
+        sums = self.token_loss.meter.take()
+        means = {}
+        for name in self.token_loss.parts:
+            total = torch.as_tensor(sums.get(name, 0.0), dtype=torch.float64, device=self.groups.device)
+            dist.all_reduce(total, group=self.groups.pp_group)
+            means[name] = self._mean(total / micro_batches)
+        return means
 
     def _mean(self, loss: Tensor) -> float:
         loss = loss.clone()

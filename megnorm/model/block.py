@@ -65,6 +65,7 @@ class Block(nn.Module):
 
     def __init__(self, layer: int, slots: BlockSlots, streams: str, common: Common):
         super().__init__()
+        self.layer = layer
         name, init, sublayer = f"layers.{layer}", block_init(common.model, layer), SUBLAYERS[streams]
         attention = Attention(f"{name}.attention", common, slots.attention, init)
         ffn = make_ffn(f"{name}.ffn", common, slots.ffn, init)

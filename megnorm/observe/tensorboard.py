@@ -11,6 +11,7 @@ TAGS = {
     "grad_norm": "train/grad_norm",
     "tokens_per_second": "perf/tokens_per_second",
     "mfu": "perf/mfu",
+    "z_loss": "train/z_loss",
 }
 
 
@@ -25,7 +26,7 @@ class TensorBoard:
 
     def step(self, row: dict) -> None:
         for name, tag in TAGS.items():
-            if row[name] is None:  # no MFU on a device whose peak is unknown
+            if row.get(name) is None:  # no MFU on a device whose peak is unknown, no z-loss without its weight
                 continue
             self._writer.add_scalar(tag, row[name], row["step"])
 

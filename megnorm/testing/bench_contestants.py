@@ -49,7 +49,7 @@ def with_engine(shape: Shape, dtype: str, scheme: str) -> Step:
     """megnorm as a user runs it: the DeepSpeed engine and everything around it."""
     config = bench_config(shape, dtype, scheme)
     engine, batch = build_engine(config, alone(config)), batch_of(shape)
-    return lambda: engine.step([batch], LEARNING_RATE)
+    return lambda: engine.step([batch], LEARNING_RATE, 1)
 
 
 def plain_loop(shape: Shape, dtype: str, scheme: str) -> Step:

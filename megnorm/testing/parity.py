@@ -107,6 +107,7 @@ def _reference(config: Config, phase: Phase) -> dict[str, Any]:
     losses, norms = [], []
     for step in range(phase.steps):
         optimizer.zero_grad()
+        module.clock.step = step + 1
         loss = module(*global_batch(config, step))
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(module.parameters(), phase.clip or 1e9)))
@@ -134,7 +135,7 @@ def _in_layout(config: Config, phase: Phase, device_type: str) -> dict[str, Any]
     perturb(module.parameters())
     start = {p.sharding.name: (p.sharding, p.detach().cpu().numpy().copy()) for p in module.parameters()}
     engine = build_engine(config, groups, module, _optimizer(phase, config))
-    results = [engine.step(micro_batches(config, groups, step), phase.lr) for step in range(phase.steps)]
+    results = [engine.step(micro_batches(config, groups, step), phase.lr, step + 1) for step in range(phase.steps)]
     evaluation = engine.evaluate(micro_batches(config, groups, 99))
     weights = {p.sharding.name: (p.sharding, values[MASTER].cpu().numpy().copy())
                for p, values in read_state(engine.raw)}
