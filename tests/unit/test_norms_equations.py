@@ -70,6 +70,8 @@ class Evaluator:
             return torch.tensor(node.value, dtype=torch.float64)
         if isinstance(node, ast.Name):
             return self.names[node.id] if node.id in self.names else self.factor(node.id)
+        if isinstance(node, ast.UnaryOp):
+            return -self.value(node.operand, slot)
         if isinstance(node, ast.BinOp):
             left, right = slot, slot
             if isinstance(node.op, ast.Add) and slot == "post_norm":
