@@ -45,7 +45,7 @@ def train(
 def schemes(
     name: Annotated[str | None, typer.Argument(help="A scheme; without, all are listed.")] = None,
     changes: Annotated[list[str] | None, typer.Argument(
-        metavar="[KEY=VALUE]...", help="Options of the scheme, or keys of model.norm, as fraction=0.5 kind=layer.")] = None,
+        metavar="[KEY=VALUE]...", help="The scheme's options or keys of model.norm: fraction=0.5 kind=layer.")] = None,
     layers: Annotated[int, typer.Option(min=1, help="Depth to show.")] = 12,
     hidden: Annotated[int, typer.Option(min=1, help="Width, for factors of the embedding.")] = 1024,
     table: Annotated[bool, typer.Option(help="Print the slots of all schemes as a table.")] = False,

@@ -15,9 +15,9 @@ class NormConfig(Section):
     ``{scheme: mix_ln, options: {fraction: 0.25}}``; ``custom`` puts no norm anywhere, so that the slots are
     spelled out in what follows.
 
-    kind, eps, bias, gain, zero_centred, alpha_init, rounding: the norm that the scheme puts into its slots, see
-    ``placement.Norm``. What is left out is as the scheme prescribes, else RMSNorm with Norm's defaults; another
-    kind than the scheme's takes none of its prescriptions.
+    kind, eps, bias, gain, zero_centred, alpha_init, rounding: the norm that the scheme puts into its slots,
+    see ``placement.Norm``. What is left out is as the scheme prescribes, else RMSNorm with Norm's defaults;
+    another kind than the scheme's takes none of its prescriptions.
 
     backend: what computes the norms (megnorm.model.kernels); the values are the same.
 
@@ -87,8 +87,8 @@ class InitConfig(Section):
 
 class ModelConfig(Section):
     """A decoder-only transformer. Omitted sizes: kv_heads = heads, head_size = hidden / heads,
-    ffn_hidden = 4 hidden (8/3 hidden rounded up to 64 for SwiGLU), vocab_size = the tokenizer's. z_loss: weight of
-    (log Z)^2 beside each token's cross entropy (arXiv:2204.02311)."""
+    ffn_hidden = 4 hidden (8/3 hidden rounded up to 64 for SwiGLU), vocab_size = the tokenizer's. z_loss:
+    weight of (log Z)^2 beside each token's cross entropy (arXiv:2204.02311)."""
 
     layers: int = Field(gt=0)
     hidden: int = Field(gt=0)

@@ -1,4 +1,4 @@
-"""Where norms stand, as data: the slots of a sublayer and of a model (norm-placement vocabulary of the system).
+"""Where norms stand, as data: the slots of a sublayer and of a model.
 
 One sublayer, attention or FFN, computes
 
@@ -80,7 +80,8 @@ class Scale(Section):
 
 
 def _as_scale(value: Any) -> Any:
-    return {"value": float(value)} if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return {"value": float(value)} if number else value
 
 
 class Sublayer(Section):
@@ -102,8 +103,8 @@ class Sublayer(Section):
 class AttentionSlots(Sublayer):
     """q, k, v: after the projection; ctx: before the output projection.
 
-    head_scale: a learned factor per head, "before" the output projection (NormFormer's paper) or "after" it, on
-    contiguous chunks of the projected vector (its released code). gate: the context times
+    head_scale: a learned factor per head, "before" the output projection (NormFormer's paper) or "after" it,
+    on contiguous chunks of the projected vector (its released code). gate: the context times
     sigmoid(W_g x), one gate per "head" or per "element" (arXiv:2505.06708).
     """
 

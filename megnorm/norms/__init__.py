@@ -7,5 +7,17 @@ from megnorm.norms.resolve import init_policy, placement_of, resolve, with_place
 from megnorm.norms.saved import read_placement, save_placement
 from megnorm.norms.schemes import SCHEMES, find_scheme
 
-__all__ = ["SCHEMES", "equations", "find_scheme", "fold", "init_policy", "norm_kinds", "placement_of", "read_placement", "resolve",
-           "save_placement", "select_layers", "with_placement"]
+__all__ = [
+    "SCHEMES",
+    "equations",
+    "find_scheme",
+    "fold",
+    "init_policy",
+    "norm_kinds",
+    "placement_of",
+    "read_placement",
+    "resolve",
+    "save_placement",
+    "select_layers",
+    "with_placement",
+]

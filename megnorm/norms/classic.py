@@ -55,9 +55,11 @@ class OutputOptions(Section):
 
 def output(options: OutputOptions) -> Spec:
     """x + N(F(x))."""
+
     def block(at: Place) -> Block:
         heads = {"all_heads": at.a, "head": at.h, "none": None}[options.qk]
         return make_block({"q_norm": heads, "k_norm": heads, "out_norm": at.n}, {"out_norm": at.n})
+
     return Spec(block, init="normal")
 
 
@@ -86,8 +88,11 @@ def normformer(options: NormFormerOptions) -> Spec:
     scale = Scale(learned="vector") if options.resscale else Scale()
 
     def block(at: Place) -> Block:
-        return make_block({"in_norm": at.n, "head_scale": options.head_scale, "out_norm": at.n},
-                          {"in_norm": at.n, "mid_norm": at.n, "residual_scale": scale})
+        return make_block(
+            {"in_norm": at.n, "head_scale": options.head_scale, "out_norm": at.n},
+            {"in_norm": at.n, "mid_norm": at.n, "residual_scale": scale},
+        )
+
     return Spec(block, norm=LAYER_NORM)
 
 
@@ -109,8 +114,13 @@ def dyt(options: DyTOptions) -> Spec:
 
     def ends(at: Place) -> dict:
         return {**final_norm(at), "embed_scale": Scale(value=at.sqrt_d, learned="scalar")}
-    return Spec(lambda at: make_block({"in_norm": at.n.model_copy(update=own)}, {"in_norm": at.n}), ends,
-                norm={"kind": "dyt"}, head={"kind": "rms"})
+
+    return Spec(
+        lambda at: make_block({"in_norm": at.n.model_copy(update=own)}, {"in_norm": at.n}),
+        ends,
+        norm={"kind": "dyt"},
+        head={"kind": "rms"},
+    )
 
 
 def two_streams(at: Place) -> dict:
@@ -119,27 +129,65 @@ def two_streams(at: Place) -> dict:
 
 
 CLASSIC = {
-    "post": Scheme("norm after each residual addition (the original Transformer)", "arXiv:1706.03762",
-                   fixed(post, ends=no_final_norm), needs="warm-up; no final norm"),
-    "post_shifted": Scheme("post-norm as HybridNorm's flags build it: each norm feeds its sublayer and the residual",
-                           "arXiv:2503.04598", fixed(post_shifted), needs="warm-up"),
+    "post": Scheme(
+        "norm after each residual addition (the original Transformer)",
+        "arXiv:1706.03762",
+        fixed(post, ends=no_final_norm),
+        needs="warm-up; no final norm",
+    ),
+    "post_shifted": Scheme(
+        "post-norm as HybridNorm's flags build it: each norm feeds its sublayer and the residual",
+        "arXiv:2503.04598",
+        fixed(post_shifted),
+        needs="warm-up",
+    ),
     "pre": Scheme("norm before each sublayer (GPT-2, LLaMA)", "arXiv:2002.04745", fixed(pre)),
-    "peri": Scheme("norm before and after each sublayer (Peri-LN; Sandwich-LN, arXiv:2105.13290)", "arXiv:2502.02732",
-                   fixed(peri, init="normal"), aliases=("sandwich", "double")),
-    "output": Scheme("norm on each sublayer's output, q and k normed over all heads (OLMo 2)", "arXiv:2501.00656",
-                     output, OutputOptions),
+    "peri": Scheme(
+        "norm before and after each sublayer (Peri-LN; Sandwich-LN, arXiv:2105.13290)",
+        "arXiv:2502.02732",
+        fixed(peri, init="normal"),
+        aliases=("sandwich", "double"),
+    ),
+    "output": Scheme(
+        "norm on each sublayer's output, q and k normed over all heads (OLMo 2)",
+        "arXiv:2501.00656",
+        output,
+        OutputOptions,
+    ),
     "qk": Scheme("pre-norm, q and k normed over each head", "arXiv:2010.04245", fixed(qk)),
-    "qk_all_heads": Scheme("pre-norm, q and k normed over all heads together (OLMoE)", "arXiv:2409.02060",
-                           fixed(qk_all_heads), needs="a sum over tensor-parallel ranks for each norm of q and k"),
-    "mix_ln": Scheme("post-norm in the first layers, pre-norm in the others", "arXiv:2412.13795", mix_ln, MixOptions),
-    "normformer": Scheme("pre-norm, factors per head, norms on attention's output and on the FFN's inner activations",
-                         "arXiv:2110.09456", normformer, NormFormerOptions, needs="LayerNorm, unless kind is given"),
-    "sub_ln": Scheme("pre-norm, norms before the output and the down projection (Magneto, BitNet b1.58)",
-                     "arXiv:2210.06423", fixed(sub_ln, norm=LAYER_NORM, init="sub_ln"),
-                     needs="LayerNorm, unless kind is given"),
-    "residual": Scheme("post-norm, beside it a stream of raw sums that is normed at the end (ResiDual)",
-                       "arXiv:2304.14802", fixed(post, ends=two_streams, norm=LAYER_NORM, init="normal"),
-                       needs="two tensors between pipeline stages; LayerNorm, unless kind is given"),
-    "dyt": Scheme("pre-norm with tanh(alpha x) in place of norms, learned factor on the embedding", "arXiv:2503.10622",
-                  dyt, DyTOptions, needs="alpha_init chosen by width"),
+    "qk_all_heads": Scheme(
+        "pre-norm, q and k normed over all heads together (OLMoE)",
+        "arXiv:2409.02060",
+        fixed(qk_all_heads),
+        needs="a sum over tensor-parallel ranks for each norm of q and k",
+    ),
+    "mix_ln": Scheme(
+        "post-norm in the first layers, pre-norm in the others", "arXiv:2412.13795", mix_ln, MixOptions
+    ),
+    "normformer": Scheme(
+        "pre-norm, factors per head, norms on attention's output and on the FFN's inner activations",
+        "arXiv:2110.09456",
+        normformer,
+        NormFormerOptions,
+        needs="LayerNorm, unless kind is given",
+    ),
+    "sub_ln": Scheme(
+        "pre-norm, norms before the output and the down projection (Magneto, BitNet b1.58)",
+        "arXiv:2210.06423",
+        fixed(sub_ln, norm=LAYER_NORM, init="sub_ln"),
+        needs="LayerNorm, unless kind is given",
+    ),
+    "residual": Scheme(
+        "post-norm, beside it a stream of raw sums that is normed at the end (ResiDual)",
+        "arXiv:2304.14802",
+        fixed(post, ends=two_streams, norm=LAYER_NORM, init="normal"),
+        needs="two tensors between pipeline stages; LayerNorm, unless kind is given",
+    ),
+    "dyt": Scheme(
+        "pre-norm with tanh(alpha x) in place of norms, learned factor on the embedding",
+        "arXiv:2503.10622",
+        dyt,
+        DyTOptions,
+        needs="alpha_init chosen by width",
+    ),
 }

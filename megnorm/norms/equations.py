@@ -7,16 +7,20 @@ from megnorm.config.placement import AttentionSlots, Block, FFNSlots, HeadNorm, 
 from megnorm.norms.fold import fold
 
 NAMES = {"rms": "RMSNorm", "layer": "LayerNorm", "l2": "L2Norm", "dyt": "DyT"}
-LETTERS = {"q": ("q_norm", "norm of the queries over each head, before the rotation"),
-           "k": ("k_norm", "norm of the keys over each head, before the rotation"),
-           "v": ("v_norm", "norm of the values over each head"),
-           "c": ("ctx_norm", "norm of the context over each head, before the output projection")}
+LETTERS = {
+    "q": ("q_norm", "norm of the queries over each head, before the rotation"),
+    "k": ("k_norm", "norm of the keys over each head, before the rotation"),
+    "v": ("v_norm", "norm of the values over each head"),
+    "c": ("ctx_norm", "norm of the context over each head, before the output projection"),
+}
 
 
 def equations(placement: Placement) -> list[str]:
     """Lines that say what every layer computes, runs of equal layers folded, and what the names stand for."""
     names = Names()
-    start = names.apply(placement.embed_norm, names.scaled(placement.embed_scale, "Embedding(tokens)", "gamma"))
+    start = names.apply(
+        placement.embed_norm, names.scaled(placement.embed_scale, "Embedding(tokens)", "gamma")
+    )
     lines = [f"x = y = {start}" if placement.streams == "residual" else f"x = {start}"]
     for first, last, block in fold(placement.blocks):
         lines.append(f"layer {first}:" if first == last else f"layers {first}-{last}:")
@@ -34,8 +38,10 @@ def norm_kinds(placement: Placement) -> list[str]:
 def block_equations(block: Block, placement: Placement, names: "Names") -> list[str]:
     """The lines of a block: attention, then FFN."""
     lines = []
-    for slots, body in ((block.attention, _attention(block.attention, placement, names)),
-                        (block.ffn, _ffn(block.ffn, names))):
+    for slots, body in (
+        (block.attention, _attention(block.attention, placement, names)),
+        (block.ffn, _ffn(block.ffn, names)),
+    ):
         h = names.apply(slots.in_norm, "x")
         residual = names.scaled(slots.residual_scale, h if slots.residual_from == "normed" else "x", "alpha")
         branch = names.scaled(slots.branch_scale, names.apply(slots.out_norm, body.format(h)), "beta")
@@ -93,7 +99,11 @@ class Names:
     def legend(self) -> list[str]:
         """What the names mean, a line each."""
         lines = [*self.given, *self.notes.values()]
-        return ["where, with parameters of its own in each place:", *(f"  {line}" for line in lines)] if lines else []
+        return (
+            ["where, with parameters of its own in each place:", *(f"  {line}" for line in lines)]
+            if lines
+            else []
+        )
 
     def _name(self, base: str, meaning: str, template: str) -> str:
         known = [name for name in self.given.values() if name.partition("_")[0] == base]
@@ -108,8 +118,12 @@ class Names:
 def _definition(norm: Norm) -> str:
     gain = "" if norm.gain == "none" else "(1 + w) * " if norm.zero_centred else "w * "
     eps = f"{norm.eps:.6g}"
-    body = {"rms": f"x / sqrt(mean(x^2) + {eps})", "layer": f"(x - mean(x)) / sqrt(var(x) + {eps})",
-            "l2": f"x / sqrt(sum(x^2) + {eps})", "dyt": "tanh(a * x)"}[norm.kind]
+    body = {
+        "rms": f"x / sqrt(mean(x^2) + {eps})",
+        "layer": f"(x - mean(x)) / sqrt(var(x) + {eps})",
+        "l2": f"x / sqrt(sum(x^2) + {eps})",
+        "dyt": "tanh(a * x)",
+    }[norm.kind]
     notes = []
     if norm.kind == "dyt":
         notes.append(f"a learned, starts at {norm.alpha_init:.6g}")
@@ -131,7 +145,9 @@ def _attention(slots: AttentionSlots, placement: Placement, names: Names) -> str
     extras = [f"{letters}={text}" for text, letters in groups.items()]
     if slots.head_scale != "none":
         extras.append(f"head_scale={slots.head_scale}")
-        names.notes["head_scale"] = "head_scale: a learned factor of each head, before or after the output projection"
+        names.notes["head_scale"] = (
+            "head_scale: a learned factor of each head, before or after the output projection"
+        )
     if slots.gate != "none":
         extras.append(f"gate={slots.gate}")
         names.notes["gate"] = "gate: the context times sigmoid(W_g input), for each head or element"

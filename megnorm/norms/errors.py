@@ -19,7 +19,11 @@ def explain(error: ValidationError, where: str, section: type[BaseModel], noun: 
     hint = ""
     if item["type"] == "literal_error" and isinstance(item["input"], str):
         hint = literal_hint(item)
-    return f"{path}={item['input']!r}: {message[0].lower()}{message[1:]}{hint}" if name else f"{where}: {message}"
+    return (
+        f"{path}={item['input']!r}: {message[0].lower()}{message[1:]}{hint}"
+        if name
+        else f"{where}: {message}"
+    )
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -41,8 +45,11 @@ def known_fields(section: type[BaseModel], path: tuple) -> list[str]:
         field = section.model_fields.get(part)
         if field is None:
             return []
-        kinds = [kind for kind in (field.annotation, *getattr(field.annotation, "__args__", ()))
-                 if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        kinds = [
+            kind
+            for kind in (field.annotation, *getattr(field.annotation, "__args__", ()))
+            if isinstance(kind, type) and issubclass(kind, BaseModel)
+        ]
         if not kinds:
             return []
         section = kinds[0]

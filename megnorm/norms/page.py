@@ -28,7 +28,7 @@ model:
     scheme: pre
     embed_norm: default                                # embed_scale, final_norm, streams, attention_scale,
     final_softcap: 30                                  # attention_softcap, final_softcap
-    overrides:                                         # "0", "-1", "4:8", ":", "first 2", "last 25%"; later ones win
+    overrides:                                         # "0", "-1", "4:8", ":", "first 2", "last 25%"
       "0": {attention: {out_norm: default}, ffn: {in_norm: none}}
       "last 25%": {ffn: {in_norm: {kind: layer, bias: true}, branch_scale: 0.5}}
   norm:                                                # spelled out
@@ -45,14 +45,20 @@ model:
 def scheme_list() -> list[str]:
     """A line for each scheme: name, what it is, source."""
     width = max(map(len, SCHEMES))
-    return [f"{name:<{width}}  {scheme.summary} [{scheme.paper}]{_also(scheme)}" for name, scheme in SCHEMES.items()]
+    return [
+        f"{name:<{width}}  {scheme.summary} [{scheme.paper}]{_also(scheme)}"
+        for name, scheme in SCHEMES.items()
+    ]
 
 
 def about_scheme(name: str) -> list[str]:
     """What to know of one scheme: source, initial values, needs, options with their defaults."""
     scheme = find_scheme(name)
-    lines = [f"{ALIASES.get(name, name)}: {scheme.summary}{_also(scheme)}", f"source: {scheme.paper}",
-             f"initial values: {_init(scheme)}"]
+    lines = [
+        f"{ALIASES.get(name, name)}: {scheme.summary}{_also(scheme)}",
+        f"source: {scheme.paper}",
+        f"initial values: {_init(scheme)}",
+    ]
     lines += [f"needs: {scheme.needs}"] if scheme.needs else []
     lines += [f"options: {_options(scheme)}"] if scheme.options.model_fields else []
     return [*lines, ""]
@@ -61,15 +67,27 @@ def about_scheme(name: str) -> list[str]:
 def markdown_page() -> list[str]:
     """The lines of configs/norms/README.md."""
     lines = [*INTRO.splitlines(), "", "## All schemes", ""]
-    lines += _grid([["scheme", "what it is", "source", "initial values", "needs", "options"],
-                    *([f"`{name}`{_also(scheme)}", scheme.summary, scheme.paper, _init(scheme), scheme.needs,
-                       _options(scheme)] for name, scheme in SCHEMES.items())])
+    lines += _grid(
+        [
+            ["scheme", "what it is", "source", "initial values", "needs", "options"],
+            *(
+                [
+                    f"`{name}`{_also(scheme)}",
+                    scheme.summary,
+                    scheme.paper,
+                    _init(scheme),
+                    scheme.needs,
+                    _options(scheme),
+                ]
+                for name, scheme in SCHEMES.items()
+            ),
+        ]
+    )
     lines += ["", "## Slots", "", f"At depth {DEPTH} and width {WIDTH}.", "", *KEY, ""]
     lines += _grid(table_rows())
     lines += ["", "## Equations", "", f"Of 4 layers of width {WIDTH}."]
     for name in SCHEMES:
-        lines += ["", f"### {name}", "", "```",
-                  *equations(resolve(NormConfig(scheme=name), 4, WIDTH)), "```"]
+        lines += ["", f"### {name}", "", "```", *equations(resolve(NormConfig(scheme=name), 4, WIDTH)), "```"]
     return lines
 
 
@@ -86,7 +104,11 @@ def _options(scheme: Scheme) -> str:
 
 
 def _shown(value: object) -> str:
-    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if not isinstance(value, dict) else "{}"
+    return (
+        {None: "null", True: "true", False: "false"}.get(value, str(value))
+        if not isinstance(value, dict)
+        else "{}"
+    )
 
 
 def _grid(rows: list[list[str]]) -> list[str]:

@@ -15,8 +15,15 @@ from megnorm.norms.schemes import find_spec
 
 CHOICES = ("kind", "eps", "bias", "gain", "zero_centred", "alpha_init", "rounding")
 HEAD_SLOTS = ("q_norm", "k_norm", "v_norm", "ctx_norm")
-MODEL_SLOTS = ("embed_scale", "embed_norm", "final_norm", "streams", "attention_scale", "attention_softcap",
-               "final_softcap")
+MODEL_SLOTS = (
+    "embed_scale",
+    "embed_norm",
+    "final_norm",
+    "streams",
+    "attention_scale",
+    "attention_softcap",
+    "final_softcap",
+)
 
 
 def placement_of(model: ModelConfig) -> Placement:
@@ -61,17 +68,24 @@ def default_norms(norm: NormConfig, spec: Spec) -> tuple[Norm, HeadNorm]:
     def merged(prescribed: dict[str, Any]) -> dict[str, Any]:
         foreign = norm.kind not in (None, prescribed.get("kind", "rms"))
         return {**({} if foreign else prescribed), **chosen}
-    return Norm(**merged(spec.norm)), HeadNorm(**merged({**spec.norm, **spec.head} if spec.head else spec.norm))
+
+    return Norm(**merged(spec.norm)), HeadNorm(
+        **merged({**spec.norm, **spec.head} if spec.head else spec.norm)
+    )
 
 
 def _model_slots(norm: NormConfig, defaults: tuple[Norm, HeadNorm]) -> dict[str, Any]:
     given = {name: getattr(norm, name) for name in MODEL_SLOTS}
-    return {name: _slot_value(name, value, defaults, f"model.norm.{name}")
-            for name, value in given.items() if value != "scheme"}
+    return {
+        name: _slot_value(name, value, defaults, f"model.norm.{name}")
+        for name, value in given.items()
+        if value != "scheme"
+    }
 
 
-def _override(block: Block, changes: dict[str, dict[str, Any]], defaults: tuple[Norm, HeadNorm],
-              where: str) -> Block:
+def _override(
+    block: Block, changes: dict[str, dict[str, Any]], defaults: tuple[Norm, HeadNorm], where: str
+) -> Block:
     """The block with some slots replaced; "default" is the configured norm, "none" an absent slot."""
     parts = {}
     for part, slots in changes.items():
@@ -86,9 +100,13 @@ def _override(block: Block, changes: dict[str, dict[str, Any]], defaults: tuple[
 
 
 def _slot_value(name: str, value: Any, defaults: tuple[Norm, HeadNorm], where: str) -> Any:
-    """A norm's slot as a norm; what other slots are given, with "none" for nothing, is left to their types."""
+    """A norm's slot as a norm; the value of another slot, "none" for nothing, is left to its type."""
     if not name.endswith("_norm"):
-        return None if value == "none" and name in ("attention_scale", "attention_softcap", "final_softcap") else value
+        return (
+            None
+            if value == "none" and name in ("attention_scale", "attention_softcap", "final_softcap")
+            else value
+        )
     default = defaults[name in HEAD_SLOTS]
     if value in (None, "none"):
         return None

@@ -36,10 +36,12 @@ class KeelOptions(Section):
 
 def keel(options: KeelOptions) -> Spec:
     """N(alpha x + F(N(x))), alpha = L."""
+
     def block(at: Place) -> Block:
         alpha = Scale(value=float(at.L) if options.alpha is None else options.alpha)
         slots = {"in_norm": at.n, "post_norm": at.n, "residual_scale": alpha}
         return make_block(slots, slots)
+
     return Spec(block, no_final_norm)
 
 
@@ -64,30 +66,59 @@ def rezero(at: Place) -> Block:
 def beam(at: Place) -> Block:
     """sqrt((i - 1) / i) x + sqrt(1 / i) N(F(N(x))), i = 1 + number of the sublayer: the embedding and all
     branches have equal shares."""
+
     def scales(i: int) -> dict:
-        return {"residual_scale": Scale(value=math.sqrt((i - 1) / i)), "branch_scale": Scale(value=math.sqrt(1 / i))}
+        return {
+            "residual_scale": Scale(value=math.sqrt((i - 1) / i)),
+            "branch_scale": Scale(value=math.sqrt(1 / i)),
+        }
+
     block = peri(at)
     heads = {"q_norm": at.h, "k_norm": at.h, "gate": "element"}
-    return Block(attention=block.attention.model_copy(update={**heads, **scales(2 * at.l)}),
-                 ffn=block.ffn.model_copy(update=scales(2 * at.l + 1)))
+    return Block(
+        attention=block.attention.model_copy(update={**heads, **scales(2 * at.l)}),
+        ffn=block.ffn.model_copy(update=scales(2 * at.l + 1)),
+    )
 
 
 SCALES = {
-    "deepnorm": Scheme("post-norm with the residual times (2 L)^(1/4) (DeepNet)", "arXiv:2203.00555",
-                       fixed(deepnorm, ends=no_final_norm, norm=LAYER_NORM, init="deepnorm"),
-                       needs="its own initial values; no final norm; LayerNorm, unless kind is given"),
-    "admin": Scheme("post-norm with a learned vector on the residual, set from the first batch", "arXiv:2004.08249",
-                    fixed(admin, ends=no_final_norm, norm=LAYER_NORM),
-                    needs="one pass over the first batch before training; no final norm; LayerNorm, unless kind is given"),
-    "lns": Scheme("pre-norm with each norm's output times 1 / sqrt(l) (LayerNorm Scaling)", "arXiv:2502.05795",
-                  fixed(lns, init="normal"), needs="initial values without depth scaling"),
-    "layerscale": Scheme("pre-norm with a learned vector on each branch", "arXiv:2103.17239", layerscale,
-                         LayerScaleOptions),
-    "rezero": Scheme("no norm in the blocks, a learned scalar from 0 on each branch, final norm", "arXiv:2003.04887",
-                     fixed(rezero)),
-    "keel": Scheme("norm before the sublayer and after the addition, the residual times L", "arXiv:2601.19895", keel,
-                   KeelOptions, needs="no final norm (our reading: each block ends with a norm)"),
-    "beam": Scheme("peri-norm, q and k normed, gated attention, equal shares for the embedding and every branch",
-                   "transformers BeamForCausalLM", fixed(beam, norm={"eps": 1e-6}, init="normal"),
-                   needs="gate weights in attention"),
+    "deepnorm": Scheme(
+        "post-norm with the residual times (2 L)^(1/4) (DeepNet)",
+        "arXiv:2203.00555",
+        fixed(deepnorm, ends=no_final_norm, norm=LAYER_NORM, init="deepnorm"),
+        needs="its own initial values; no final norm; LayerNorm, unless kind is given",
+    ),
+    "admin": Scheme(
+        "post-norm with a learned vector on the residual, set from the first batch",
+        "arXiv:2004.08249",
+        fixed(admin, ends=no_final_norm, norm=LAYER_NORM),
+        needs="one pass over the first batch before training; no final norm; LayerNorm, unless kind is given",
+    ),
+    "lns": Scheme(
+        "pre-norm with each norm's output times 1 / sqrt(l) (LayerNorm Scaling)",
+        "arXiv:2502.05795",
+        fixed(lns, init="normal"),
+        needs="initial values without depth scaling",
+    ),
+    "layerscale": Scheme(
+        "pre-norm with a learned vector on each branch", "arXiv:2103.17239", layerscale, LayerScaleOptions
+    ),
+    "rezero": Scheme(
+        "no norm in the blocks, a learned scalar from 0 on each branch, final norm",
+        "arXiv:2003.04887",
+        fixed(rezero),
+    ),
+    "keel": Scheme(
+        "norm before the sublayer and after the addition, the residual times L",
+        "arXiv:2601.19895",
+        keel,
+        KeelOptions,
+        needs="no final norm (our reading: each block ends with a norm)",
+    ),
+    "beam": Scheme(
+        "peri-norm, q and k normed, gated attention, equal shares for the embedding and every branch",
+        "transformers BeamForCausalLM",
+        fixed(beam, norm={"eps": 1e-6}, init="normal"),
+        needs="gate weights in attention",
+    ),
 }

@@ -34,7 +34,9 @@ class Place(NamedTuple):
     @property
     def sqrt_d(self) -> float:
         """Square root of the hidden width."""
-        assert self.d is not None, "this scheme scales the embedding by sqrt(d): give resolve() the hidden width"
+        assert self.d is not None, (
+            "this scheme scales the embedding by sqrt(d): give resolve() the hidden width"
+        )
         return math.sqrt(self.d)
 
 
@@ -86,5 +88,7 @@ def make_block(attention: dict[str, Any], ffn: dict[str, Any]) -> Block:
 
 def change_sublayers(block: Block, change: Callable[[AttentionSlots | FFNSlots], dict[str, Any]]) -> Block:
     """The block with the slots that ``change`` gives replaced in both sublayers."""
-    return Block(attention=block.attention.model_copy(update=change(block.attention)),
-                 ffn=block.ffn.model_copy(update=change(block.ffn)))
+    return Block(
+        attention=block.attention.model_copy(update=change(block.attention)),
+        ffn=block.ffn.model_copy(update=change(block.ffn)),
+    )

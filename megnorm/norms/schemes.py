@@ -29,18 +29,32 @@ def prores(options: ProResOptions) -> Spec:
     base = find_spec(options.base, options.base_options, at, f"{at}_options")
 
     def block(at: Place) -> Block:
-        return change_sublayers(base.block(at), lambda slots: {
-            "branch_scale": slots.branch_scale.model_copy(update={"ramp_steps": options.steps * at.l})})
+        return change_sublayers(
+            base.block(at),
+            lambda slots: {
+                "branch_scale": slots.branch_scale.model_copy(update={"ramp_steps": options.steps * at.l})
+            },
+        )
+
     return base._replace(block=block)
 
 
 SCHEMES: dict[str, Scheme] = {
-    **CLASSIC, **HYBRID, **SCALES,
-    "prores": Scheme("any base with its branches warmed up, layer after layer: times min(t / (T l), 1)",
-                     "arXiv:2603.05369", prores, ProResOptions),
+    **CLASSIC,
+    **HYBRID,
+    **SCALES,
+    "prores": Scheme(
+        "any base with its branches warmed up, layer after layer: times min(t / (T l), 1)",
+        "arXiv:2603.05369",
+        prores,
+        ProResOptions,
+    ),
     **FAMILIES,
-    "custom": Scheme("no norm anywhere: spell the slots out in overrides", "-",
-                     fixed(lambda at: Block(), ends=no_final_norm)),
+    "custom": Scheme(
+        "no norm anywhere: spell the slots out in overrides",
+        "-",
+        fixed(lambda at: Block(), ends=no_final_norm),
+    ),
 }
 ALIASES = {alias: name for name, scheme in SCHEMES.items() for alias in scheme.aliases}
 
@@ -54,8 +68,9 @@ def find_scheme(name: str, where: str = "model.norm") -> Scheme:
     raise ConfigError(f"{where}: unknown scheme {name!r}; {hint}")
 
 
-def find_spec(name: str, options: dict[str, Any], where: str = "model.norm",
-              options_at: str = "model.norm.options") -> Spec:
+def find_spec(
+    name: str, options: dict[str, Any], where: str = "model.norm", options_at: str = "model.norm.options"
+) -> Spec:
     """The scheme with its options checked. Raises ConfigError for an unknown scheme or option."""
     scheme = find_scheme(name, where)
     try:

@@ -4,17 +4,39 @@ from typing import Any, NamedTuple
 
 from megnorm.config import NormConfig
 from megnorm.config.base import Section
-from megnorm.config.placement import AttentionSlots, Block, FFNSlots, HeadNorm, Norm, Placement, Scale, Sublayer
+from megnorm.config.placement import (
+    AttentionSlots,
+    Block,
+    FFNSlots,
+    HeadNorm,
+    Norm,
+    Placement,
+    Scale,
+    Sublayer,
+)
 from megnorm.norms.resolve import resolve
 from megnorm.norms.schemes import SCHEMES
 
 DEPTH, WIDTH = 12, 1024
-COLUMNS = ("attn in", "res", "qkvc", "hs/gate", "out", "alpha, beta", "post",
-           "ffn in", "res", "mid", "out", "alpha, beta", "post")
+COLUMNS = (
+    "attn in",
+    "res",
+    "qkvc",
+    "hs/gate",
+    "out",
+    "alpha, beta",
+    "post",
+    "ffn in",
+    "res",
+    "mid",
+    "out",
+    "alpha, beta",
+    "post",
+)
 MODEL_COLUMNS = ("embed", "final", "streams", "caps")
 KEY = [
-    "n norm over the width, h over each head, a over all heads, . absent; n1 gain 1 + w, n0 no gain, dyt, l2;",
-    "n*c output times c, n@c gain starts at c; h' after the rotation; res: residual raw or normed;",
+    "n norm over the width, h over each head, a over all heads, . absent; n1 gain 1 + w, n0 no gain;",
+    "dyt, l2: kinds; n*c output times c, n@c gain starts at c; h' after the rotation; res: raw or normed;",
     "hs head scale before or after the output projection; alpha residual factor, beta branch factor:",
     "numbers, vec or scalar learned from the number, ~ set from the first batch, /T grows over T steps;",
     f"where a factor follows the layer, from .. to. Depth {DEPTH}, width {WIDTH}.",
@@ -50,16 +72,33 @@ def scheme_rows(scheme: str, placement: Placement) -> list[Row]:
 def block_cells(block: Block) -> list[str]:
     """A block's slots, a cell each, in the order of COLUMNS."""
     attention, ffn = block.attention, block.ffn
-    return [*_front(attention), _heads(attention), _context(attention), *_back(attention),
-            *_front(ffn), _norm(ffn.mid_norm), *_back(ffn)]
+    return [
+        *_front(attention),
+        _heads(attention),
+        _context(attention),
+        *_back(attention),
+        *_front(ffn),
+        _norm(ffn.mid_norm),
+        *_back(ffn),
+    ]
 
 
 def model_cells(placement: Placement) -> list[str]:
     """The model's own slots, in the order of MODEL_COLUMNS."""
-    embed = [text for text in (_factor(placement.embed_scale), _norm(placement.embed_norm)) if text not in ("", ".")]
-    caps = [f"{name} {value:g}" for name, value in (("scale", placement.attention_scale),
-                                                    ("attn", placement.attention_softcap),
-                                                    ("final", placement.final_softcap)) if value is not None]
+    embed = [
+        text
+        for text in (_factor(placement.embed_scale), _norm(placement.embed_norm))
+        if text not in ("", ".")
+    ]
+    caps = [
+        f"{name} {value:g}"
+        for name, value in (
+            ("scale", placement.attention_scale),
+            ("attn", placement.attention_softcap),
+            ("final", placement.final_softcap),
+        )
+        if value is not None
+    ]
     streams = "two" if placement.streams == "residual" else ""
     return [" ".join(embed) or ".", _norm(placement.final_norm), streams, ", ".join(caps)]
 
@@ -68,7 +107,9 @@ def slot_table() -> list[str]:
     """The table of all schemes as aligned lines, with its key."""
     rows = table_rows()
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
     return [*lines, "", *KEY]
 
 
@@ -87,7 +128,11 @@ def _front(slots: Sublayer) -> list[str]:
 
 def _back(slots: AttentionSlots | FFNSlots) -> list[str]:
     alpha, beta = _factor(slots.residual_scale), _factor(slots.branch_scale)
-    return [_norm(slots.out_norm), f"{alpha or '1'}, {beta or '1'}" if alpha or beta else "", _norm(slots.post_norm)]
+    return [
+        _norm(slots.out_norm),
+        f"{alpha or '1'}, {beta or '1'}" if alpha or beta else "",
+        _norm(slots.post_norm),
+    ]
 
 
 def _heads(slots: AttentionSlots) -> str:
@@ -95,8 +140,10 @@ def _heads(slots: AttentionSlots) -> str:
 
 
 def _context(slots: AttentionSlots) -> str:
-    parts = [f"hs {slots.head_scale}" if slots.head_scale != "none" else "",
-             slots.gate if slots.gate != "none" else ""]
+    parts = [
+        f"hs {slots.head_scale}" if slots.head_scale != "none" else "",
+        slots.gate if slots.gate != "none" else "",
+    ]
     return " ".join(part for part in parts if part) or "."
 
 

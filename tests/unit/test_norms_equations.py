@@ -1,4 +1,4 @@
-"""The printed equations of every scheme are parsed, evaluated, and compared with the module that was built."""
+"""The printed equations of every scheme are parsed, evaluated, and compared with the built module."""
 
 import ast
 import re
@@ -18,7 +18,13 @@ from megnorm.parallel.tensor import Alone
 
 HEADS, KV, SIZE, STEP = 4, 2, 8, 1500
 LETTERS = {"q": "q_norm", "k": "k_norm", "v": "v_norm", "c": "ctx_norm"}
-OPERATORS = {ast.Add: torch.add, ast.Sub: torch.sub, ast.Mult: torch.mul, ast.Div: torch.div, ast.Pow: torch.pow}
+OPERATORS = {
+    ast.Add: torch.add,
+    ast.Sub: torch.sub,
+    ast.Mult: torch.mul,
+    ast.Div: torch.div,
+    ast.Pow: torch.pow,
+}
 
 
 class Text:
@@ -26,8 +32,10 @@ class Text:
 
     def __init__(self, lines):
         body, _, where = "\n".join(lines).partition("\nwhere")
-        self.norms = {name: parsed(value.split(";")[0]) for name, value in
-                      re.findall(r"^  (\w+)\(x\) = (.*)$", where, re.M)}
+        self.norms = {
+            name: parsed(value.split(";")[0])
+            for name, value in re.findall(r"^  (\w+)\(x\) = (.*)$", where, re.M)
+        }
         self.first, *blocks, self.last = re.split(r"\n(?=layers? |logits)", body)
         self.layers = []
         for block in blocks:
@@ -41,7 +49,7 @@ def parsed(text):
 
 
 class Evaluator:
-    """Values of equations. A norm's parameters follow from where it stands: around the sum, around a branch, or
+    """Values of equations. Where a norm stands says which it is: around the sum, around a branch, or
     on the input."""
 
     def __init__(self, text, W):
@@ -94,19 +102,33 @@ class Evaluator:
 
     def normed(self, name, x, at):
         """The definition of the norm applied over the last axis."""
-        known = {"x": x, **{short: self.W[f"{at}.{long}"] for short, long in
-                            (("w", "gain"), ("b", "bias"), ("a", "alpha")) if f"{at}.{long}" in self.W}}
-        functions = {"sqrt": torch.sqrt, "tanh": torch.tanh, "mean": lambda v: v.mean(-1, keepdim=True),
-                     "sum": lambda v: v.sum(-1, keepdim=True),
-                     "var": lambda v: v.var(-1, correction=0, keepdim=True)}
+        known = {
+            "x": x,
+            **{
+                short: self.W[f"{at}.{long}"]
+                for short, long in (("w", "gain"), ("b", "bias"), ("a", "alpha"))
+                if f"{at}.{long}" in self.W
+            },
+        }
+        functions = {
+            "sqrt": torch.sqrt,
+            "tanh": torch.tanh,
+            "mean": lambda v: v.mean(-1, keepdim=True),
+            "sum": lambda v: v.sum(-1, keepdim=True),
+            "var": lambda v: v.var(-1, correction=0, keepdim=True),
+        }
 
         def walk(node):
             if isinstance(node, ast.BinOp):
                 return OPERATORS[type(node.op)](walk(node.left), walk(node.right))
             if isinstance(node, ast.Call):
                 return functions[node.func.id](walk(node.args[0]))
-            return (torch.tensor(node.value, dtype=torch.float64) if isinstance(node, ast.Constant)
-                    else known[node.id])
+            return (
+                torch.tensor(node.value, dtype=torch.float64)
+                if isinstance(node, ast.Constant)
+                else known[node.id]
+            )
+
         return walk(self.text.norms[name])
 
     def call_min(self, a, b):
@@ -148,12 +170,15 @@ class Evaluator:
         late = {letter: node for letter, node in norms.items() if "after_rope" in ast.dump(node)}
 
         def maybe(which, letter, heads):
-            return (self.head_norm(which[letter], heads, LETTERS[letter]) if letter in which else heads)
+            return self.head_norm(which[letter], heads, LETTERS[letter]) if letter in which else heads
+
         early = {letter: node for letter, node in norms.items() if letter not in late}
-        heads = {letter: maybe(early, letter, (x @ W[letter].T).unflatten(-1, (-1, SIZE))) for letter in "qkv"}
+        heads = {
+            letter: maybe(early, letter, (x @ W[letter].T).unflatten(-1, (-1, SIZE))) for letter in "qkv"
+        }
         q, k = (maybe(late, letter, turned(heads[letter])) for letter in "qk")
         k, v = (y.repeat_interleave(HEADS // KV, 2) for y in (k, heads["v"]))
-        scores = torch.einsum("bihe,bjhe->bhij", q, k) * (SIZE ** -0.5 if scale is None else scale.value)
+        scores = torch.einsum("bihe,bjhe->bhij", q, k) * (SIZE**-0.5 if scale is None else scale.value)
         if softcap is not None:
             scores = softcap.value * torch.tanh(scores / softcap.value)
         later = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
@@ -173,7 +198,9 @@ class Evaluator:
 
 def turned(x):
     """x [b, s, n, e]: channels i and i + e/2 turn by position * 10000^(-2i/e)."""
-    angle = torch.outer(torch.arange(x.shape[1], dtype=x.dtype), 1e4 ** (-torch.arange(0, SIZE, 2) / SIZE).to(x))
+    angle = torch.outer(
+        torch.arange(x.shape[1], dtype=x.dtype), 1e4 ** (-torch.arange(0, SIZE, 2) / SIZE).to(x)
+    )
     first, second = x.chunk(2, -1)
     z = torch.complex(first, second) * torch.polar(torch.ones_like(angle), angle)[:, None]
     return torch.cat((z.real, z.imag), -1)
@@ -182,8 +209,9 @@ def turned(x):
 def built(model):
     """The module, all its weights random, in training step STEP."""
     clock, tp = StepClock(STEP), Alone()
-    module = Decoder(decoder_layers(model, placement_of(model), "none", tp, clock=clock),
-                     TokenLoss(model.vocab_size, tp)).double()
+    module = Decoder(
+        decoder_layers(model, placement_of(model), "none", tp, clock=clock), TokenLoss(model.vocab_size, tp)
+    ).double()
     initialise(module.parameters(), seed=5)
     stream = torch.Generator().manual_seed(6)
     with torch.no_grad():
@@ -203,24 +231,59 @@ def difference(model, lines=None):
 
 
 VARIANTS = {
-    "normformer, resscale, after": {"scheme": "normformer", "options": {"resscale": True, "head_scale": "after"}},
+    "normformer, resscale, after": {
+        "scheme": "normformer",
+        "options": {"resscale": True, "head_scale": "after"},
+    },
     "star, output norm": {"scheme": "hybrid_star", "options": {"attention_out_norm": True}},
     "prores of gemma2": {"scheme": "prores", "options": {"base": "gemma2"}},
     "layer norm": {"scheme": "peri", "kind": "layer", "bias": True},
     "l2": {"scheme": "hybrid", "kind": "l2"},
     "no gain": {"scheme": "pre", "gain": "none"},
     "dyt everywhere": {"scheme": "hybrid", "kind": "dyt", "bias": True},
-    "two kinds": {"scheme": "peri", "overrides": {"0": {"ffn": {"in_norm": {"eps": 0.1}}},
-                                                  "1": {"attention": {"out_norm": {"kind": "layer"}}}}},
-    "heads": {"scheme": "custom", "overrides": {":": {"attention": {
-        "q_norm": {"rope": "after", "scale": 0.5}, "k_norm": {"gain": "per_head"},
-        "v_norm": {"scope": "all_heads", "kind": "layer"}, "ctx_norm": {"scope": "all_heads"}, "gate": "head"}}}},
-    "mid and ends": {"scheme": "pre", "embed_norm": "default", "embed_scale": 3.0, "final_softcap": 5.0,
-                     "attention_softcap": 2.0, "attention_scale": 0.7,
-                     "overrides": {":": {"ffn": {"mid_norm": {"scale": 2.0}}}}},
-    "factors": {"scheme": "post", "overrides": {":": {"ffn": {
-        "residual_scale": {"value": 2.0, "learned": "scalar", "ramp_steps": 3000},
-        "branch_scale": {"value": -0.5, "ramp_steps": 2000}, "in_norm": "default", "residual_from": "normed"}}}},
+    "two kinds": {
+        "scheme": "peri",
+        "overrides": {
+            "0": {"ffn": {"in_norm": {"eps": 0.1}}},
+            "1": {"attention": {"out_norm": {"kind": "layer"}}},
+        },
+    },
+    "heads": {
+        "scheme": "custom",
+        "overrides": {
+            ":": {
+                "attention": {
+                    "q_norm": {"rope": "after", "scale": 0.5},
+                    "k_norm": {"gain": "per_head"},
+                    "v_norm": {"scope": "all_heads", "kind": "layer"},
+                    "ctx_norm": {"scope": "all_heads"},
+                    "gate": "head",
+                }
+            }
+        },
+    },
+    "mid and ends": {
+        "scheme": "pre",
+        "embed_norm": "default",
+        "embed_scale": 3.0,
+        "final_softcap": 5.0,
+        "attention_softcap": 2.0,
+        "attention_scale": 0.7,
+        "overrides": {":": {"ffn": {"mid_norm": {"scale": 2.0}}}},
+    },
+    "factors": {
+        "scheme": "post",
+        "overrides": {
+            ":": {
+                "ffn": {
+                    "residual_scale": {"value": 2.0, "learned": "scalar", "ramp_steps": 3000},
+                    "branch_scale": {"value": -0.5, "ramp_steps": 2000},
+                    "in_norm": "default",
+                    "residual_from": "normed",
+                }
+            }
+        },
+    },
     "two streams of peri": {"scheme": "peri", "streams": "residual"},
 }
 CASES = {**{name: {"scheme": name} for name in SCHEMES}, **VARIANTS}
@@ -236,11 +299,18 @@ def test_printed_equations_compute_what_the_module_does(case):
 
 
 MISPRINTS = {
-    "pre": ("x + FFN", "RMSNorm(x) + FFN"), "peri": ("RMSNorm(Attention(RMSNorm(x)))", "Attention(RMSNorm(x))"),
-    "hybrid": ("qkv", "qk"), "deepnorm": ("1.56508", "1.5"), "lns": ("0.707107", "0.717107"),
-    "gemma2": ("1 + w", "w"), "residual": ("y = y + b", "y = y"), "output": ("all_heads(RMSNorm)", "RMSNorm"),
-    "normformer": ("head_scale=before", "head_scale=after"), "prores": ("min(t / 3000, 1)", "min(t / 2000, 1)"),
-    "mid and ends": ("5 * tanh(Output(RMSNorm(x)) / 5)", "Output(RMSNorm(x))"), "heads": ("after_rope", "per_head"),
+    "pre": ("x + FFN", "RMSNorm(x) + FFN"),
+    "peri": ("RMSNorm(Attention(RMSNorm(x)))", "Attention(RMSNorm(x))"),
+    "hybrid": ("qkv", "qk"),
+    "deepnorm": ("1.56508", "1.5"),
+    "lns": ("0.707107", "0.717107"),
+    "gemma2": ("1 + w", "w"),
+    "residual": ("y = y + b", "y = y"),
+    "output": ("all_heads(RMSNorm)", "RMSNorm"),
+    "normformer": ("head_scale=before", "head_scale=after"),
+    "prores": ("min(t / 3000, 1)", "min(t / 2000, 1)"),
+    "mid and ends": ("5 * tanh(Output(RMSNorm(x)) / 5)", "Output(RMSNorm(x))"),
+    "heads": ("after_rope", "per_head"),
 }
 
 
@@ -258,10 +328,14 @@ def test_a_misprint_is_seen(case):
 def test_equal_layers_are_folded():
     def heads(**norm):
         return [line for line in equations(resolve(NormConfig(**norm), 8, 64)) if line.startswith("layer")]
+
     assert heads(scheme="hybrid_star") == ["layer 0:", "layers 1-7:"]
     assert heads(scheme="pre") == ["layers 0-7:"]
-    assert heads(scheme="pre", overrides={"3": {"ffn": {"in_norm": "none"}}}) == ["layers 0-2:", "layer 3:",
-                                                                                 "layers 4-7:"]
+    assert heads(scheme="pre", overrides={"3": {"ffn": {"in_norm": "none"}}}) == [
+        "layers 0-2:",
+        "layer 3:",
+        "layers 4-7:",
+    ]
     assert heads(scheme="lns") == [f"layer {n}:" for n in range(8)]
     assert [run[:2] for run in fold(resolve(NormConfig(scheme="mix_ln"), 8).blocks)] == [(0, 1), (2, 7)]
 
@@ -271,9 +345,14 @@ def test_names_are_defined_once_and_only_where_used():
         body, _, where = "\n".join(equations(placement_of(model_of(case)))).partition("\nwhere")
         defined = re.findall(r"^  (\w+)(?:\(\w\))?(?: =|:| c:| in )", where, re.M)
         assert len(defined) == len(set(defined)), case
-        used = set(re.findall(r"\b(\w*Norm(?:_\d)?|DyT(?:_\d)?|(?:alpha|beta|gamma)(?:_\d)?|t)\b", body)) - {"Embedding"}
-        assert used == {name for name in defined if re.fullmatch(r"\w*Norm(_\d)?|DyT(_\d)?|(alpha|beta|gamma)(_\d)?|t",
-                                                                name)}, case
+        used = set(re.findall(r"\b(\w*Norm(?:_\d)?|DyT(?:_\d)?|(?:alpha|beta|gamma)(?:_\d)?|t)\b", body)) - {
+            "Embedding"
+        }
+        assert used == {
+            name
+            for name in defined
+            if re.fullmatch(r"\w*Norm(_\d)?|DyT(_\d)?|(alpha|beta|gamma)(_\d)?|t", name)
+        }, case
 
 
 def test_the_page_of_all_schemes_is_up_to_date():

@@ -11,8 +11,8 @@ from megnorm.norms.table import scheme_rows
 
 WIDTH = 64
 
-# The reference's table: attention in, residual, q k v c, head scale or gate, out, post | FFN in, residual, mid,
-# out, post | embedding, final norm. n hidden norm, h over each head, a over all heads, 1 behind a letter: 1 + w.
+# The reference's table: attention in, residual, q k v c, head scale or gate, out, post | FFN in, residual,
+# mid, out, post | embedding, final norm. n hidden norm, h over each head, a over all heads, 1: gain 1 + w.
 ROWS = {
     "post": ". r .... . . n | . r . . n | . .",
     "post_shifted": "n n .... . . . | n n . . . | . n",
@@ -74,12 +74,24 @@ def row(block: Block, placement: Placement) -> str:
     a, f = block.attention, block.ffn
     residual = {"raw": "r", "normed": "n"}
     inner = next((v for v in (a.head_scale, a.gate) if v != "none"), ".")
-    parts = [[letter(a.in_norm), residual[a.residual_from], "".join(map(letter, (a.q_norm, a.k_norm, a.v_norm,
-                                                                                a.ctx_norm))),
-              inner, letter(a.out_norm), letter(a.post_norm)],
-             [letter(f.in_norm), residual[f.residual_from], letter(f.mid_norm), letter(f.out_norm),
-              letter(f.post_norm)],
-             [letter(placement.embed_norm), letter(placement.final_norm)]]
+    parts = [
+        [
+            letter(a.in_norm),
+            residual[a.residual_from],
+            "".join(map(letter, (a.q_norm, a.k_norm, a.v_norm, a.ctx_norm))),
+            inner,
+            letter(a.out_norm),
+            letter(a.post_norm),
+        ],
+        [
+            letter(f.in_norm),
+            residual[f.residual_from],
+            letter(f.mid_norm),
+            letter(f.out_norm),
+            letter(f.post_norm),
+        ],
+        [letter(placement.embed_norm), letter(placement.final_norm)],
+    ]
     return " | ".join(" ".join(part) for part in parts)
 
 
@@ -89,8 +101,11 @@ def placed(scheme, depth, **changes):
 
 def scales(placement):
     """(residual, branch) factors of all sublayers in order."""
-    return [(part.residual_scale, part.branch_scale) for block in placement.blocks
-            for part in (block.attention, block.ffn)]
+    return [
+        (part.residual_scale, part.branch_scale)
+        for block in placement.blocks
+        for part in (block.attention, block.ffn)
+    ]
 
 
 def test_every_scheme_has_a_row():
@@ -103,7 +118,8 @@ def test_scheme_is_its_row(scheme, depth):
     placement = placed(scheme, depth)
     front, first, rest = FRONT.get(scheme) or (lambda depth: 0, None, ROWS[scheme])
     assert [row(block, placement) for block in placement.blocks] == [first] * front(depth) + [rest] * (
-        depth - front(depth))
+        depth - front(depth)
+    )
 
 
 SCALED = {"deepnorm", "admin", "layerscale", "rezero", "keel", "beam", "prores"}
@@ -114,7 +130,9 @@ def test_other_schemes_have_no_factors(scheme):
     assert set(scales(placed(scheme, 3))) == {(Scale(), Scale())}
 
 
-@pytest.mark.parametrize("depth, alpha", [(12, 2.2134), (16, 2.3784), (24, 2.6321), (29, 2.7597), (32, 2.8284)])
+@pytest.mark.parametrize(
+    "depth, alpha", [(12, 2.2134), (16, 2.3784), (24, 2.6321), (29, 2.7597), (32, 2.8284)]
+)
 def test_deepnorm_alpha(depth, alpha):
     for residual, branch in scales(placed("deepnorm", depth)):
         assert residual.value == pytest.approx(alpha, abs=5e-5)
@@ -124,7 +142,7 @@ def test_deepnorm_alpha(depth, alpha):
 def test_lns_divides_by_the_root_of_the_global_number():
     placement = placed("lns", 9)
     for number, block in enumerate(placement.blocks, start=1):
-        assert block.attention.in_norm.scale == block.ffn.in_norm.scale == pytest.approx(number ** -0.5)
+        assert block.attention.in_norm.scale == block.ffn.in_norm.scale == pytest.approx(number**-0.5)
         assert block.attention.in_norm.gain_init == 1.0
     assert placement.final_norm.scale == 1.0
 
@@ -146,17 +164,27 @@ def test_learned_factors():
     assert set(scales(placed("admin", 2))) == {(Scale(learned="vector", profiled=True), Scale())}
     assert set(scales(placed("rezero", 2))) == {(Scale(), Scale(value=0.0, learned="scalar"))}
     assert set(scales(placed("layerscale", 2))) == {(Scale(), Scale(value=0.1, learned="vector"))}
-    assert set(scales(placed("layerscale", 2, options={"init": 0.3}))) == {(Scale(), Scale(value=0.3,
-                                                                                         learned="vector"))}
+    assert set(scales(placed("layerscale", 2, options={"init": 0.3}))) == {
+        (Scale(), Scale(value=0.3, learned="vector"))
+    }
     resscale = placed("normformer", 2, options={"resscale": True, "head_scale": "after"})
     assert [residual.learned for residual, _ in scales(resscale)] == ["no", "vector"] * 2
     assert resscale.blocks[0].attention.head_scale == "after"
 
 
 def test_prores_ramps_any_base():
-    assert [branch.ramp_steps for _, branch in scales(placed("prores", 3))] == [1000, 1000, 2000, 2000, 3000, 3000]
+    assert [branch.ramp_steps for _, branch in scales(placed("prores", 3))] == [
+        1000,
+        1000,
+        2000,
+        2000,
+        3000,
+        3000,
+    ]
     options = {"base": "layerscale", "base_options": {"init": 0.2}, "steps": 10}
-    assert scales(placed("prores", 2, options=options))[-1][1] == Scale(value=0.2, learned="vector", ramp_steps=20)
+    assert scales(placed("prores", 2, options=options))[-1][1] == Scale(
+        value=0.2, learned="vector", ramp_steps=20
+    )
     ramped = placed("prores", 4, options={"base": "gemma2"})
     assert ramped.final_softcap == 30.0 and ramped.final_norm.zero_centred
     assert row(ramped.blocks[3], ramped) == ROWS["gemma2"]
@@ -165,12 +193,18 @@ def test_prores_ramps_any_base():
 def test_mix_ln_takes_a_share_of_the_depth_exactly():
     for fraction, depth, posts in ((0.1, 10, 1), (0.29, 100, 29), (0.3, 9, 2), (0.0, 4, 0), (1.0, 4, 4)):
         blocks = placed("mix_ln", depth, options={"fraction": fraction}).blocks
-        assert [block.attention.post_norm is not None for block in blocks] == [True] * posts + [False] * (depth - posts)
+        assert [block.attention.post_norm is not None for block in blocks] == [True] * posts + [False] * (
+            depth - posts
+        )
 
 
 def test_model_slots():
     gemma2, dyt = placed("gemma2", 2), placed("dyt", 2)
-    assert gemma2.embed_scale == Scale(value=8.0) and gemma2.attention_softcap == 50.0 and gemma2.final_softcap == 30.0
+    assert (
+        gemma2.embed_scale == Scale(value=8.0)
+        and gemma2.attention_softcap == 50.0
+        and gemma2.final_softcap == 30.0
+    )
     assert placed("gemma3", 2).embed_scale == Scale(value=8.0) and placed("gemma3", 2).final_softcap is None
     assert dyt.embed_scale == Scale(value=8.0, learned="scalar")
     for scheme in SCHEMES:
@@ -201,8 +235,16 @@ def test_prescribed_norms_and_the_users_choice():
 def test_initial_values_follow_the_scheme():
     def policy(scheme, **init):
         return init_policy(ModelConfig(layers=2, hidden=32, heads=2, norm=scheme, init=init))
-    rules = {"deepnorm": "deepnorm", "sub_ln": "sub_ln", "lns": "normal", "peri": "normal", "hybrid": "megatron",
-             "hybrid_star": "megatron", "pre": "megatron"}
+
+    rules = {
+        "deepnorm": "deepnorm",
+        "sub_ln": "sub_ln",
+        "lns": "normal",
+        "peri": "normal",
+        "hybrid": "megatron",
+        "hybrid_star": "megatron",
+        "pre": "megatron",
+    }
     assert {scheme: policy(scheme) for scheme in rules} == rules
     assert policy("deepnorm", policy="normal") == "normal"
     assert policy({"scheme": "prores", "options": {"base": "deepnorm"}}) == "deepnorm"
@@ -235,14 +277,18 @@ def test_table_shows_the_rows():
 
 
 def test_unknown_scheme_and_options_name_the_nearest():
-    for changes, said in (({"scheme": "hybird"}, "did you mean 'hybrid'"),
-                          ({"scheme": "mix_ln", "options": {"fractoin": 1}}, "did you mean 'fraction'"),
-                          ({"scheme": "mix_ln", "options": {"fraction": 2.0}}, "less than or equal to 1"),
-                          ({"scheme": "pre", "options": {"x": 1}}, "known: none"),
-                          ({"scheme": "normformer", "options": {"head_scale": "befor"}}, "did you mean 'before'"),
-                          ({"scheme": "prores", "options": {"base": "prre"}}, "options.base: unknown scheme 'prre'"),
-                          ({"scheme": "prores", "options": {"base": "mix_ln", "base_options": {"fracton": 1}}},
-                           "base_options.fracton")):
+    for changes, said in (
+        ({"scheme": "hybird"}, "did you mean 'hybrid'"),
+        ({"scheme": "mix_ln", "options": {"fractoin": 1}}, "did you mean 'fraction'"),
+        ({"scheme": "mix_ln", "options": {"fraction": 2.0}}, "less than or equal to 1"),
+        ({"scheme": "pre", "options": {"x": 1}}, "known: none"),
+        ({"scheme": "normformer", "options": {"head_scale": "befor"}}, "did you mean 'before'"),
+        ({"scheme": "prores", "options": {"base": "prre"}}, "options.base: unknown scheme 'prre'"),
+        (
+            {"scheme": "prores", "options": {"base": "mix_ln", "base_options": {"fracton": 1}}},
+            "base_options.fracton",
+        ),
+    ):
         with pytest.raises(ConfigError, match="model.norm") as caught:
             resolve(NormConfig(**changes), 4, WIDTH)
         assert said in str(caught.value) and "\n" not in str(caught.value)
