@@ -1,6 +1,7 @@
 """``metrics.jsonl``: one JSON object a line, safe against kills, one row a step over all attempts."""
 
 import errno
+import io
 import json
 import math
 import os
@@ -64,15 +65,22 @@ class MetricsWriter:
         self._file.close()
 
     def _write(self, row: dict) -> None:
-        """A whole line, or none and an OSError: half a row must not stand before others."""
-        line, start = _line({**row, "attempt": self.attempt}), os.fstat(self._file.fileno()).st_size
-        try:
-            if self._file.write(line) < len(line):  # the space ended within the line
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            os.ftruncate(self._file.fileno(), start)
-            raise OSError(error.errno, f"{error.strerror}, so the run ends here; once there is some, the same command "
-                          "continues from the last checkpoint", str(self.path)) from None
+        append(self._file, _line({**row, "attempt": self.attempt}))
+
+
+def append(file: io.FileIO, data: bytes) -> None:
+    """Write all of data to an unbuffered file, or nothing: half a record must not stand before others.
+
+    Raises an OSError that names the file.
+    """
+    start = os.fstat(file.fileno()).st_size
+    try:
+        if file.write(data) < len(data):  # the space ended within them
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        os.ftruncate(file.fileno(), start)
+        advice = "so the run ends here; the same command continues from the last checkpoint"
+        raise OSError(error.errno, f"{error.strerror}, {advice}", str(file.name)) from None
 
 
 class NullSink:
