@@ -213,8 +213,9 @@ def finish(run: Run, stopped: bool, seconds: float) -> int:
                f"done: {run.step:,} steps in {duration(seconds)}, run directory {Path(run.config.run_dir)}")
     run.console.close(summary)
     if not kept:
-        raise RunFailed(f"the last checkpoint (step {run.step}) could not be saved; step {run.saved_step} is the last "
-                        "one. Free some space, and run the same command again", EXIT_NO_SPACE)
+        last = f"step {run.saved_step} is the last one" if run.saved_step else "there is none"
+        raise RunFailed(f"the last checkpoint (step {run.step}) could not be saved; {last}. Free some space, and run "
+                        "the same command again", EXIT_NO_SPACE)
     return EXIT_STOPPED if stopped else 0
 
 
