@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megnorm.config.placement import Norm
+from megnorm.model.kernels_rms import rms
 
 Kernel = Callable[[Tensor, Tensor | None, Tensor | None, Norm], Tensor]
 
@@ -20,12 +21,12 @@ def rms_norm(x: Tensor, gain: Tensor | None, bias: Tensor | None, norm: Norm) ->
     """gain * x / sqrt(mean(x^2) + eps) + bias (arXiv:1910.07467)."""
     width = x.shape[-1:]
     if norm.rounding == "cast_then_gain":
-        return affine(F.rms_norm(x, width, None, norm.eps), gain, bias, x.dtype)
+        return affine(rms(x, None, norm.eps), gain, bias, x.dtype)
     if bias is None and (gain is None or (gain.shape == width and gain.dtype == x.dtype)):
-        return F.rms_norm(x, width, gain, norm.eps)
+        return rms(x, gain, norm.eps)
     inside = gain if gain is not None and gain.shape == width else None
     wide = wide_dtype(x)
-    y = F.rms_norm(x.to(wide), width, inside.to(wide) if inside is not None else None, norm.eps)
+    y = rms(x.to(wide), inside.to(wide) if inside is not None else None, norm.eps)
     return affine(y, gain if inside is None else None, bias, x.dtype)
 
 
