@@ -57,12 +57,16 @@ def test_engine_in_layout(engine):
 
 
 def check(world, config):
-    alone = config.parallel.__class__()
-    (expected,) = _reference(config.model_copy(update={"parallel": alone}).model_dump_json())
-    verdict = judge(expected, run_ranks(in_layout, world, config), make_layout(config, world))
+    verdict = judge(reference_of(config), run_ranks(in_layout, world, config), make_layout(config, world))
     assert verdict.agrees, "\n".join(verdict.faults)
+
+
+def reference_of(config):
+    """The one-process results for a configuration, whatever its layout; computed once."""
+    return _reference(config.model_copy(update={"parallel": type(config.parallel)()}).model_dump_json())
 
 
 @cache
 def _reference(config):
-    return run_ranks(reference, 1, Config.model_validate_json(config))
+    (expected,) = run_ranks(reference, 1, Config.model_validate_json(config))
+    return expected
