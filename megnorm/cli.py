@@ -96,6 +96,27 @@ def parity(
     raise typer.Exit(0 if agree else 1)
 
 
+@app.command()
+def ladder(
+    overrides: Overrides = None,
+    first: Annotated[str, typer.Option("--from", help="Smallest size, as 20M.")] = "20M",
+    last: Annotated[str, typer.Option("--to", help="Largest size, as 7B.")] = "7B",
+    per_decade: Annotated[int, typer.Option(help="Sizes for each factor of ten.")] = 4,
+    rule: Annotated[list[str] | None, typer.Option(
+        metavar="KEY=VALUE", help="Change a rule: count, aspect, head_size, queries_per_kv, ffn_ratio, "
+        "vocabulary, sequence_length, tokens_per_parameter, rate (step-law, deepseek, paper), scheme.")] = None,
+    yaml: Annotated[bool, typer.Option("--print", help="Print the configurations.")] = False,
+    output: Annotated[str | None, typer.Option(help="Folder to write the configurations into.")] = None,
+) -> None:
+    """Configurations of sizes between two, evenly spaced on a logarithmic scale, by stated rules."""
+    from megnorm.plan.ladder import ladder_table, ladder_text, make_ladder, read_rules, write_ladder
+
+    configs = make_ladder(first, last, per_decade, read_rules(rule or []), overrides or [])
+    typer.echo(ladder_text(configs) if yaml else "\n".join(ladder_table(configs)))
+    if output is not None:
+        typer.echo(f"{len(write_ladder(configs, output))} configurations in {output}")
+
+
 def spread_layouts(arguments: list[str]) -> list[str]:
     """``--layouts A B C`` as ``--layouts A --layouts B --layouts C``, the form that the parser knows."""
     spread, following = [], False
