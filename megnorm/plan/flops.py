@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megnorm.config import Config
-from megnorm.plan.parameters import attention_matrices, ffn_matrices
+from megnorm.plan.parameters import attention_matrices, ffn_matrices, gate_matrices
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Flops:
 def flops_per_token(config: Config) -> Flops:
     """FLOPs of one training token; norms, softmax, activations and rotation are left out (below 1 %)."""
     model, s = config.model, config.data.sequence_length
-    weights = model.layers * (attention_matrices(model) + ffn_matrices(model))
+    weights = model.layers * (attention_matrices(model) + ffn_matrices(model)) + gate_matrices(model)
     weights += model.padded_vocab * model.hidden
     attention = 12 * model.layers * model.heads * model.head_size * s
     matmul = 6 * weights

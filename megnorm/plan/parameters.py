@@ -4,7 +4,7 @@ Letters: d hidden, H heads, KV key-value heads, e head size, f FFN inner width, 
 """
 
 from megnorm.config import Config, ModelConfig
-from megnorm.config.placement import Block, HeadNorm, Norm
+from megnorm.config.placement import Block, HeadNorm, Norm, Scale
 from megnorm.norms import norm_kinds, placement_of
 
 
@@ -12,16 +12,16 @@ def count_parameters(config: Config) -> dict[str, int]:
     """Parameters by part, each tensor once, whatever the layout.
 
     ``embedding`` and ``output`` have the rows of the padded vocabulary; ``output`` is 0 when it is tied.
-    ``norms``: gains, and the norms' own biases; ``biases``: those of the linear layers.
+    ``norms``: gains, the norms' own biases, DyT's alphas, learned factors; ``biases``: those of the linear layers.
     ``non_embedding``: total without embedding and output, the N of scaling laws (arXiv:2001.08361).
     """
     model = config.model
     parts = {
         "embedding": model.padded_vocab * model.hidden,
-        "attention": model.layers * attention_matrices(model),
+        "attention": model.layers * attention_matrices(model) + gate_matrices(model),
         "ffn": model.layers * ffn_matrices(model),
         "norms": norm_parameters(model),
-        "biases": model.layers * _linear_biases(model) if model.bias else 0,
+        "biases": _linear_biases(model) if model.bias else 0,
         "output": 0 if model.tie_embeddings else model.padded_vocab * model.hidden,
     }
     total = sum(parts.values())
@@ -58,10 +58,16 @@ def ffn_matrices(model: ModelConfig) -> int:
     return (3 if model.activation == "swiglu" else 2) * model.hidden * model.ffn_hidden
 
 
+def gate_matrices(model: ModelConfig) -> int:
+    """Of all layers: the attention's output gates [H, d] or [H*e, d], where a layer has one."""
+    return sum(_gate_width(block, model) for block in placement_of(model).blocks) * model.hidden
+
+
 def norm_parameters(model: ModelConfig) -> int:
-    """Gains and biases of all norms of the placement."""
+    """Gains and biases of all norms of the placement, DyT's alphas, learned factors."""
     placement = placement_of(model)
     ends = sum(_norm(norm, model.hidden) for norm in (placement.embed_norm, placement.final_norm))
+    ends += _scale(placement.embed_scale, model.hidden)
     return ends + sum(_block_norms(block, model) for block in placement.blocks)
 
 
@@ -70,28 +76,41 @@ def _block_norms(block: Block, model: ModelConfig) -> int:
     for sublayer in (block.attention, block.ffn):
         for norm in (sublayer.in_norm, sublayer.out_norm, sublayer.post_norm):
             count += _norm(norm, model.hidden)
+        for scale in (sublayer.residual_scale, sublayer.branch_scale):
+            count += _scale(scale, model.hidden)
     attention = block.attention
     for norm, heads in ((attention.q_norm, model.heads), (attention.k_norm, model.kv_heads),
                         (attention.v_norm, model.kv_heads), (attention.ctx_norm, model.heads)):
         count += _head_norm(norm, heads, model.head_size)
-    return count
+    return count + (model.heads if attention.head_scale != "none" else 0)
 
 
 def _norm(norm: Norm | None, width: int) -> int:
+    """Gain and bias over the width, where there are any; a DyT also has one alpha."""
     if norm is None:
         return 0
-    return width * (2 if norm.bias else 1)
+    return width * ((norm.gain != "none") + norm.bias) + (norm.kind == "dyt")
 
 
 def _head_norm(norm: HeadNorm | None, heads: int, head_size: int) -> int:
-    """Over one head: a gain [e] that the heads share; over all heads: [heads * e]."""
+    """Over one head: a gain [e] that the heads share, or [heads, e]; over all heads: [heads * e]."""
     if norm is None:
         return 0
-    return _norm(norm, head_size if norm.scope == "head" else heads * head_size)
+    shared = norm.scope == "head" and norm.gain != "per_head"
+    return _norm(norm, head_size if shared else heads * head_size)
+
+
+def _scale(scale: Scale, width: int) -> int:
+    return {"no": 0, "scalar": 1, "vector": width}[scale.learned]
+
+
+def _gate_width(block: Block, model: ModelConfig) -> int:
+    return {"none": 0, "head": model.heads, "element": model.heads * model.head_size}[block.attention.gate]
 
 
 def _linear_biases(model: ModelConfig) -> int:
-    """Of one layer: one value for each output of each linear layer; the output layer has none."""
+    """One value for each output of each linear layer; the output layer has none."""
     attention = (model.heads + 2 * model.kv_heads) * model.head_size + model.hidden
     inner = 2 if model.activation == "swiglu" else 1
-    return attention + inner * model.ffn_hidden + model.hidden
+    layer = attention + inner * model.ffn_hidden + model.hidden
+    return model.layers * layer + sum(_gate_width(block, model) for block in placement_of(model).blocks)

@@ -5,7 +5,7 @@ from torch import nn
 
 from megnorm.config import Config, parse_config
 from megnorm.model.decoder import Decoder, TokenLoss, decoder_layers
-from megnorm.norms import resolve
+from megnorm.norms import SCHEMES, placement_of
 from megnorm.parallel.sharding import sharding_of
 from megnorm.parallel.tensor import Alone
 from megnorm.plan.parameters import count_parameters, parameter_table
@@ -62,7 +62,24 @@ def test_padded_vocabulary_and_totals() -> None:
     assert "32 rows" in rows["embedding"] and "29 tokens" in rows["embedding"] and "tied" in rows["output"]
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("scheme", sorted(SCHEMES))
+def test_counts_equal_the_built_model_of_every_scheme(scheme, bias) -> None:
+    check_built({"norm": scheme, "bias": bias})
+
+
+DYT = {"kind": "dyt", "bias": True}
+EVERY_SLOT = {
+    "attention": {"in_norm": DYT, "q_norm": {"gain": "per_head", "bias": True}, "k_norm": {"gain": "none"},
+                  "v_norm": DYT, "ctx_norm": {"scope": "all_heads", "gain": "none", "bias": True},
+                  "head_scale": "after", "gate": "head",
+                  "residual_scale": {"learned": "vector"}, "branch_scale": {"learned": "scalar"}},
+    "ffn": {"mid_norm": DYT, "post_norm": {"kind": "l2", "gain": "none"}, "residual_scale": {"learned": "scalar"}}}
+
+
 @pytest.mark.parametrize("options", [
+    {"bias": True, "norm": {"scheme": "pre", "embed_scale": {"learned": "vector"}, "embed_norm": "default",
+                            "overrides": {"1": EVERY_SLOT, "2": {"attention": {"gate": "element"}}}}},
     {"norm": "pre"}, {"norm": "post", "tie_embeddings": False}, {"norm": "peri", "activation": "gelu"},
     {"norm": "hybrid", "bias": True}, {"norm": {"scheme": "hybrid_star", "kind": "layer", "bias": True}},
     {"norm": {"scheme": "pre", "overrides": {"1": {
@@ -71,13 +88,18 @@ def test_padded_vocabulary_and_totals() -> None:
         "ffn": {"mid_norm": "default"}}}}},
 ])
 def test_counts_equal_the_built_model(options: dict) -> None:
+    check_built(options)
+
+
+def check_built(options: dict) -> None:
     model = make(**options).model
-    built = Decoder(decoder_layers(model, resolve(model.norm, model.layers), "none", Alone()),
+    built = Decoder(decoder_layers(model, placement_of(model), "none", Alone()),
                     TokenLoss(model.vocab_size, Alone()))
     counts, by_role = count_parameters(make(**options)), {}
     for parameter in built.parameters():
         role = sharding_of(parameter).role
         by_role[role] = by_role.get(role, 0) + parameter.numel()
     assert counts["total"] == sum(by_role.values())
+    assert counts["norms"] + counts["biases"] == by_role.get("norm", 0) + by_role.get("bias", 0)
     assert counts["attention"] + counts["ffn"] == by_role["matrix"]
     assert counts["embedding"] + counts["output"] == by_role["embedding"]
