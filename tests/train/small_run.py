@@ -2,10 +2,12 @@
 
 import importlib.util
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +42,18 @@ def write_data(folder: Path) -> None:
 def raw_config(data: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
     """A run of seconds; changes as ``train__steps=5``."""
     raw = {
-        "run_dir": str(run_dir), "seed": 7,
-        "model": {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn_hidden": 64, "vocab_size": VOCAB,
-                  "pad_vocab_to": 4, "norm": "hybrid_star"},
+        "run_dir": str(run_dir),
+        "seed": 7,
+        "model": {
+            "layers": 2,
+            "hidden": 32,
+            "heads": 4,
+            "kv_heads": 2,
+            "ffn_hidden": 64,
+            "vocab_size": VOCAB,
+            "pad_vocab_to": 4,
+            "norm": "hybrid_star",
+        },
         "data": {"sequence_length": 32, "train": str(data / "train"), "valid": str(data / "valid")},
         "parallel": {"timeout_seconds": 120},
         "train": {"steps": STEPS, "micro_batch": 1, "global_batch": 8, "eval_every": 5, "eval_samples": 7},
@@ -69,14 +80,27 @@ def write_config(path: Path, raw: dict[str, Any]) -> Path:
 class Command:
     """``megnorm train CONFIG ...`` in a process group of its own, ended by ``end``."""
 
-    def __init__(self, *arguments: object, nproc: int | None = 2, prefix: tuple[str, ...] = (), **environ: str):
-        inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    def __init__(
+        self,
+        *arguments: object,
+        nproc: int | None = 2,
+        start: Sequence[str] = ("-m", "megnorm"),
+        largest_file: int | None = None,
+        **environ: str,
+    ) -> None:
+        """start: what python runs; largest_file: bytes beyond which writing fails, as on a full device."""
         # One thread a rank: sums in the same order whatever the number of cores.
-        environ = {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ}
-        start = [*prefix] if prefix else [sys.executable, "-m", "megnorm"]
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ}
         more = [] if nproc is None else ["--nproc", str(nproc)]
-        self.process = subprocess.Popen([*start, "train", *map(str, arguments), *more], env=environ, text=True,
-                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self.process = subprocess.Popen(
+            [sys.executable, *start, "train", *map(str, arguments), *more],
+            env=environ,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        if largest_file is not None:  # before it has started its workers, which inherit it
+            resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (largest_file, largest_file))
 
     def wait(self, timeout: float = 240.0) -> "Command":
         """Until it has ended; then ``code``, ``out`` and ``errors`` say how."""
@@ -163,4 +187,6 @@ def differing(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> list[str]:
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
     """All rows of the metrics without what a clock measured."""
-    return [{name: value for name, value in row.items() if name not in MEASURED} for row in read_metrics(run_dir)]
+    return [
+        {name: value for name, value in row.items() if name not in MEASURED} for row in read_metrics(run_dir)
+    ]

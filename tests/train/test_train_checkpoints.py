@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from small_run import SAVED, STEPS, raw_config, rows, run, tensors, write_config
+from small_run import SAVED, STEPS, differing, raw_config, rows, run, tensors, write_config
 
 from megnorm.checkpoint.storage import candidates
 
@@ -46,13 +46,16 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_change_is_shown(copied: Path,
     assert f"passed over {newest}: file {part.name} doesn't have the checksum" in again.out
     assert f"resumed from {run_dir}/checkpoints/step-00000010" in again.out
     changes = [line for line in again.out.splitlines() if line.startswith("changed since: ")]
-    assert changes == ["changed since: optimizer.lr: 0.003 -> 0.001", "changed since: schedule.kind: cosine -> constant",
-                       "changed since: train.steps: 20 -> 24"]
+    assert [line.removeprefix("changed since: ") for line in changes] == [
+        "optimizer.lr: 0.003 -> 0.001",
+        "schedule.kind: cosine -> constant",
+        "train.steps: 20 -> 24",
+    ]
     kept, made = rows(run_dir), rows(undisturbed)
     steps = [row["step"] for row in kept if "split" not in row]
     assert steps == list(range(1, 25)), "each step once"
     before = [row for row in made if row["step"] <= SAVED]
-    assert kept[:len(before)] == before, "what the checkpoint holds stays"
+    assert kept[: len(before)] == before, "what the checkpoint holds stays"
     assert {row["lr"] for row in kept if row["step"] > SAVED and "lr" in row} == {0.001}
 
 
@@ -79,10 +82,17 @@ def test_a_path_starts_another_run(copied: Path, undisturbed: Path, tmp_path: Pa
     assert refused.code == 2 and "would overwrite the checkpoints that" in refused.errors
 
 
-@pytest.mark.parametrize("change", [
-    "model.layers: 2 -> 3", "model.hidden: 32 -> 64", "model.vocab_size: 300 -> 400", "seed: 7 -> 8",
-    "model.norm.scheme: hybrid_star -> pre", "data.sequence_length: 32 -> 16",
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "model.layers: 2 -> 3",
+        "model.hidden: 32 -> 64",
+        "model.vocab_size: 300 -> 400",
+        "seed: 7 -> 8",
+        "model.norm.scheme: hybrid_star -> pre",
+        "data.sequence_length: 32 -> 16",
+    ],
+)
 def test_what_can_not_change_is_refused(copied: Path, change: str) -> None:
     key, _, value = change.partition(": ")
     refused = run(copied, f"{key.removesuffix('.scheme')}={value.split()[-1]}")
@@ -96,3 +106,28 @@ def test_a_directory_of_another_run_without_checkpoints_is_refused(copied: Path)
     shutil.rmtree(copied.parent / "run" / "checkpoints")
     refused = run(copied, "model.layers=3")
     assert refused.code == 2 and "run/config.yaml is of another run" in refused.errors
+
+
+def test_without_space_the_last_good_checkpoint_stays(copied: Path) -> None:
+    """Files can't grow beyond what the metrics need, as if the device were full: every save fails."""
+    run_dir = copied.parent / "run"
+    before = tensors(run_dir, STEPS)
+    longer = ["train.steps=24", "checkpoint.every=2", "schedule.kind=constant"]
+    full = run(copied, *longer, largest_file=100_000)
+    assert full.code == 74, full.errors
+    assert "WARNING: the checkpoint of step 22 could not be saved" in full.out
+    assert "the one of step 20 stays" in full.out
+    assert (
+        "the last checkpoint (step 24) could not be saved; step 20 is the last one. Free some" in full.errors
+    )
+    assert full.errors.count("\n") == 1 and "Traceback" not in full.out
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == [
+        "latest",
+        "step-00000010",
+        "step-00000020",
+    ]
+    assert not differing(before, tensors(run_dir, STEPS))
+    again = run(copied, *longer)
+    assert again.code == 0, again.errors
+    assert f"resumed from {run_dir}/checkpoints/step-00000020" in again.out
+    assert [row["step"] for row in rows(run_dir) if "split" not in row] == list(range(1, 25))

@@ -1,4 +1,4 @@
-"""What a run leaves to be seen: metrics, TensorBoard, its configuration, evaluations, the end of a bad run."""
+"""What a run leaves to be seen: metrics, TensorBoard, its configuration; and the end of a bad run."""
 
 import json
 import math
@@ -33,8 +33,16 @@ def test_the_console_says_the_same_and_nothing_else(undisturbed: Path) -> None:
     lines = [line for line in out.splitlines() if line.startswith("step ") and "|" in line]
     for line, row in zip(lines, [row for row in rows(undisturbed) if "split" not in row], strict=True):
         assert line.startswith(f"step {row['step']:>2}/20 | loss {row['loss']:.4f} | ")
-    for said in ("parameters", "RMSNorm(x)", "TP=1 PP=1 DP=2", "5,120 tokens", "FLOPs", "estimated time",
-                 "saved ", "done: 20 steps"):
+    for said in (
+        "parameters",
+        "RMSNorm(x)",
+        "TP=1 PP=1 DP=2",
+        "5,120 tokens",
+        "FLOPs",
+        "estimated time",
+        "saved ",
+        "done: 20 steps",
+    ):
         assert said in out
     assert "deepspeed" not in out.lower()
     assert (undisturbed.parent / "errors.txt").read_text() == ""
@@ -44,15 +52,24 @@ def test_tensorboard_holds_the_curves(undisturbed: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(undisturbed / "tensorboard")).Reload()
-    curves = {"train/loss": "loss", "train/lr": "lr", "train/grad_norm": "grad_norm", "perf/mfu": "mfu",
-              "perf/tokens_per_second": "tokens_per_second"}
+    curves = {
+        "train/loss": "loss",
+        "train/lr": "lr",
+        "train/grad_norm": "grad_norm",
+        "perf/mfu": "mfu",
+        "perf/tokens_per_second": "tokens_per_second",
+    }
     assert set(events.Tags()["scalars"]) == {*curves, "valid/loss"}
     metrics = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
     for tag, name in curves.items():
         points = [(event.step, event.value) for event in events.Scalars(tag)]
-        assert points == [(row["step"], pytest.approx(row[name], rel=1e-6)) for row in metrics if "split" not in row]
+        assert points == [
+            (row["step"], pytest.approx(row[name], rel=1e-6)) for row in metrics if "split" not in row
+        ]
     points = [(event.step, event.value) for event in events.Scalars("valid/loss")]
-    assert points == [(row["step"], pytest.approx(row["loss"], rel=1e-6)) for row in metrics if "split" in row]
+    assert points == [
+        (row["step"], pytest.approx(row["loss"], rel=1e-6)) for row in metrics if "split" in row
+    ]
 
 
 def test_the_configuration_is_kept_whole(data: Path, undisturbed: Path) -> None:
@@ -62,8 +79,16 @@ def test_the_configuration_is_kept_whole(data: Path, undisturbed: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_run_that_diverges_ends_without_saving_it(dtype: str, data: Path, tmp_path: Path) -> None:
-    raw = raw_config(data, tmp_path / "run", optimizer__lr=1e30, schedule__min_lr=0.0, schedule__warmup_steps=0,
-                     schedule__kind="constant", train__dtype=dtype, train__eval_every=0)
+    raw = raw_config(
+        data,
+        tmp_path / "run",
+        optimizer__lr=1e30,
+        schedule__min_lr=0.0,
+        schedule__warmup_steps=0,
+        schedule__kind="constant",
+        train__dtype=dtype,
+        train__eval_every=0,
+    )
     command = run(write_config(tmp_path / "config.yaml", raw))
     assert command.code == 1
     assert "gradient norm" in command.errors and "nothing was saved yet" in command.errors
@@ -71,4 +96,6 @@ def test_a_run_that_diverges_ends_without_saving_it(dtype: str, data: Path, tmp_
     assert not candidates(tmp_path / "run")
     *good, last = rows(tmp_path / "run")
     assert all(math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]) for row in good)
-    assert not (math.isfinite(last["loss"]) and math.isfinite(last["grad_norm"])), "the curve shows why it ended"
+    assert not (math.isfinite(last["loss"]) and math.isfinite(last["grad_norm"])), (
+        "the curve shows why it ended"
+    )

@@ -41,13 +41,15 @@ def train_in_process(path: str, dies_in: int | None) -> int:
 
 
 LAYOUTS = {
-    "dp2 bf16": (2, dict(train__dtype="bf16")),
-    "dp2 zero3": (2, dict(parallel__zero_stage=3)),
-    "dp2 zero0 bf16": (2, dict(parallel__zero_stage=0, train__dtype="bf16")),
-    "tp2": (2, dict(parallel__tp=2)),
-    "pp2": (2, dict(parallel__pp=2)),
-    "pp2 tp2 bf16, recomputed": (4, dict(parallel__pp=2, parallel__tp=2, parallel__recompute="full",
-                                         train__dtype="bf16")),
+    "dp2 bf16": (2, {"train__dtype": "bf16"}),
+    "dp2 zero3": (2, {"parallel__zero_stage": 3}),
+    "dp2 zero0 bf16": (2, {"parallel__zero_stage": 0, "train__dtype": "bf16"}),
+    "tp2": (2, {"parallel__tp": 2}),
+    "pp2": (2, {"parallel__pp": 2}),
+    "pp2 tp2 bf16, recomputed": (
+        4,
+        {"parallel__pp": 2, "parallel__tp": 2, "parallel__recompute": "full", "train__dtype": "bf16"},
+    ),
 }
 
 
@@ -56,8 +58,16 @@ def test_resume_is_bit_exact(name: str, data: Path, tmp_path: Path) -> None:
     world, changes = LAYOUTS[name]
     paths = {}
     for which in ("whole", "broken"):
-        raw = raw_config(data, tmp_path / which, train__steps=8, checkpoint__every=3, checkpoint__keep_last=9,
-                         train__eval_every=3, observe__tensorboard=False, **changes)
+        raw = raw_config(
+            data,
+            tmp_path / which,
+            train__steps=8,
+            checkpoint__every=3,
+            checkpoint__keep_last=9,
+            train__eval_every=3,
+            observe__tensorboard=False,
+            **changes,
+        )
         paths[which] = str(write_config(tmp_path / f"{which}.yaml", raw))
     assert run_ranks(train_in_process, world, paths["whole"], None) == [0] * world
     assert run_ranks(train_in_process, world, paths["broken"], 6) == [-9] * world
@@ -88,8 +98,9 @@ def test_killed_with_minus_nine_and_continued(data: Path, undisturbed: Path, tmp
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_saves_and_the_same_command_continues(number: signal.Signals, data: Path, undisturbed: Path,
-                                                       tmp_path: Path) -> None:
+def test_a_signal_saves_and_the_same_command_continues(
+    number: signal.Signals, data: Path, undisturbed: Path, tmp_path: Path
+) -> None:
     config = write_config(tmp_path / "config.yaml", raw_config(data, tmp_path / "run"))
     command = Command(config)
     try:
