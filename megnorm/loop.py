@@ -140,7 +140,7 @@ def step_batches(config: Config, datasets: Datasets, groups: Groups, step: int) 
     """This replica's micro batches of the step after ``step`` finished ones."""
     size = config.train.global_batch
     return micro_batches(datasets.train, step * size, size, config.train.micro_batch, groups.replica,
-                         groups.layout.replicas)
+                         groups.layout.replicas, datasets.rules)
 
 
 def data_digest(run: Run, batches: list[Batch]) -> str:
@@ -172,7 +172,7 @@ def evaluate(run: Run, split: str) -> float:
     dataset, config = getattr(run.datasets, split), run.config
     samples = min(config.train.eval_samples, getattr(dataset, "samples_per_epoch", config.train.eval_samples))
     batches = evaluation_batches(dataset, samples, config.train.micro_batch, run.groups.replica,
-                                 run.groups.layout.replicas)
+                                 run.groups.layout.replicas, run.datasets.rules)
     loss = run.engine.evaluate(as_tensors(batches, run.groups))
     for sink in run.sinks:
         sink.evaluation(run.step, split, loss)

@@ -57,7 +57,7 @@ def open_run(prepared: Prepared, resume: str, groups: Groups, stop: StopRequest)
         first_step = as_tensors(step_batches(config, prepared.datasets, groups, 0), groups)
         profile(module, config.model.layers, [tokens for tokens, _, _ in first_step], groups)
     engine = build_engine(config, groups, module)
-    notes = [f"passed over {path}: {reason}" for path, reason in choice.skipped]
+    notes = [*prepared.datasets.plan, *(f"passed over {path}: {reason}" for path, reason in choice.skipped)]
     step = 0
     if choice.path is not None:
         loaded = load(choice.path, engine.raw, groups)

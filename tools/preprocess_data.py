@@ -27,6 +27,13 @@ def parse() -> PreprocessOptions:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add_input_options(parser)
+    add_tokenizer_options(parser)
+    add_run_options(parser)
+    return to_options(parser.parse_args())
+
+
+def add_input_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--input",
@@ -50,6 +57,10 @@ def parse() -> PreprocessOptions:
         metavar="PREFIX",
         help="writes PREFIX_<key>_document.bin, .idx and .meta.json",
     )
+
+
+def add_tokenizer_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--tokenizer-type", required=True, choices=TOKENIZER_TYPES, help="kind of tokenizer")
     add(
         "--tokenizer-model",
@@ -64,6 +75,10 @@ def parse() -> PreprocessOptions:
         "auto: gigatoken where it does, else native (default: auto)",
     )
     add("--append-eod", action="store_true", help="end each document that isn't empty with the end token")
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--workers", type=int, default=1, metavar="N", help="processes; the output doesn't depend on it")
     add(
         "--on-error",
@@ -80,7 +95,9 @@ def parse() -> PreprocessOptions:
         help="machines that share the inputs; each writes PREFIX_<R>_of_<W>_<key>_document, which "
         "merge_datasets.py joins in order (default: 1)",
     )
-    args = parser.parse_args()
+
+
+def to_options(args: argparse.Namespace) -> PreprocessOptions:
     return PreprocessOptions(
         inputs=tuple(args.input),
         output_prefix=args.output_prefix,

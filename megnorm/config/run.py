@@ -20,10 +20,28 @@ def _as_sources(value: Any) -> Any:
     return value
 
 
+class BlendChange(Section):
+    """From sample ``at_sample`` of the run on the training data is blended like this; each source goes on where
+    it stopped."""
+
+    at_sample: int = Field(gt=0)
+    sources: tuple[Source, ...]
+
+    @field_validator("sources", mode="before")
+    @classmethod
+    def _sources(cls, value: Any) -> Any:
+        return _as_sources(value)
+
+
 class DataConfig(Section):
     """Indexed datasets by prefix (PREFIX.bin, PREFIX.idx), alone or as [[weight, prefix], ...].
 
     Either ``train`` (and ``valid``, ``test``), or ``sources`` cut by document into ``split`` fractions.
+    blend: the weights are shares of the tokens, or how many epochs the run takes of each source.
+    max_epochs: no source may be repeated more often. order: of the training samples; ``megatron`` is
+    Megatron's own, in which a longer run sees other samples from the start. packing: one stream of tokens cut
+    into samples, or whole documents fitted into each (arXiv:2404.10830). mask_document_ends: no loss on the
+    first token of a document that follows another one. cache: a folder where computed orders are kept.
     """
 
     sequence_length: int = Field(gt=0)
@@ -33,6 +51,13 @@ class DataConfig(Section):
     sources: tuple[Source, ...] | None = None
     split: tuple[float, float, float] | None = None
     tokenizer: str | None = None
+    blend: Literal["tokens", "epochs"] = "tokens"
+    max_epochs: float | None = Field(None, gt=0)
+    changes: tuple[BlendChange, ...] = ()
+    order: Literal["default", "megatron"] = "default"
+    packing: Literal["none", "best_fit"] = "none"
+    mask_document_ends: bool = False
+    cache: str | None = None
 
     @field_validator("train", "valid", "test", "sources", mode="before")
     @classmethod
@@ -54,6 +79,24 @@ class DataConfig(Section):
                                        or self.split[0] <= 0):
             raise ValueError(f"split={list(self.split)} must be three fractions >= 0, the first above 0, "
                              "and goes with sources")
+        return self
+
+    @model_validator(mode="after")
+    def _one_order(self) -> "DataConfig":
+        if self.order == "megatron" and (self.packing != "none" or self.changes or self.blend != "tokens"):
+            raise ValueError("order=megatron goes with packing=none, blend=tokens and no changes: Megatron has none")
+        if self.packing != "none" and self.cache:
+            raise ValueError(f"cache={self.cache} goes with packing=none: packed orders are computed anew")
+        if self.blend == "epochs" and self.changes:
+            raise ValueError("blend=epochs counts over the whole run, so it can't have changes")
+        for sources in (self.train, self.valid, self.test, self.sources, *(c.sources for c in self.changes)):
+            names = [prefix for _, prefix in sources or ()]
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice:
+                raise ValueError(f"{twice} stands twice in one blend; give it one weight")
+        at = [change.at_sample for change in self.changes]
+        if at != sorted(set(at)):
+            raise ValueError(f"changes at samples {at}: must rise")
         return self
 
 

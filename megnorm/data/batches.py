@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megnorm.data.blend import SampleSource
+from megnorm.data.documents import RowDocuments, row_documents
 from megnorm.data.errors import DataError
 
 ValidMask = Callable[[np.ndarray], np.ndarray]  # labels i64 [..., s] -> bool [..., s]
@@ -23,11 +24,15 @@ class Batch:
 
     tokens i64 [b, s]; labels i64 [b, s], the tokens one place further on; weights f32 [b, s]: the loss to
     minimise is the mean over micro batches and data-parallel ranks of sum(weights * cross entropy).
+    Where documents are asked for: positions i64 [b, s], counted from the beginning of each document within
+    the row; documents i32 [b, s], equal for tokens of one document of a row and only for these.
     """
 
     tokens: np.ndarray
     labels: np.ndarray
     weights: np.ndarray
+    positions: np.ndarray | None = None
+    documents: np.ndarray | None = None
 
     @property
     def rows(self) -> np.ndarray:
@@ -40,13 +45,33 @@ def part_of(batch: Batch, part: int, parts: int) -> Batch:
     the mean being taken over as many ranks more."""
     width = batch.tokens.shape[1] // parts
     columns = slice(part * width, (part + 1) * width)
+    positions, documents = (
+        None if array is None else array[:, columns].copy() for array in (batch.positions, batch.documents)
+    )
     return Batch(batch.tokens[:, columns].copy(), batch.labels[:, columns].copy(),
-                 batch.weights[:, columns] * np.float32(parts))
+                 batch.weights[:, columns] * np.float32(parts), positions, documents)
 
 
 def every_token(labels: np.ndarray) -> np.ndarray:
     """The mask under which every target counts."""
     return np.ones(labels.shape, bool)
+
+
+@dataclass(frozen=True)
+class RowRules:
+    """What counts as a target, and what is said of documents.
+
+    valid_mask: which labels count. mask_ends: no loss where the label belongs to another document than the
+    input (Megatron's --eod-mask-loss). documents: fill `positions` and `documents` of the batches.
+    Padding never counts.
+    """
+
+    valid_mask: ValidMask = every_token
+    mask_ends: bool = False
+    documents: bool = False
+
+
+PLAIN = RowRules()
 
 
 def micro_batches(
@@ -56,7 +81,7 @@ def micro_batches(
     micro_batch: int,
     dp_rank: int,
     dp_size: int,
-    valid_mask: ValidMask = every_token,
+    rules: RowRules = PLAIN,
 ) -> list[Batch]:
     """The micro batches of a rank for one optimizer step, one for each accumulation step.
 
@@ -69,7 +94,7 @@ def micro_batches(
             f"global batch {global_batch} must be a multiple of micro batch {micro_batch} x {dp_size} "
             f"data-parallel ranks = {width}"
         )
-    return _share(dataset, first_sample, global_batch, micro_batch, dp_rank, dp_size, valid_mask)
+    return _share(dataset, first_sample, global_batch, micro_batch, dp_rank, dp_size, rules)
 
 
 def evaluation_batches(
@@ -78,7 +103,7 @@ def evaluation_batches(
     micro_batch: int,
     dp_rank: int,
     dp_size: int,
-    valid_mask: ValidMask = every_token,
+    rules: RowRules = PLAIN,
 ) -> list[Batch]:
     """The micro batches of a rank for the samples 0 .. samples - 1, of equal number and shape on all ranks.
 
@@ -87,7 +112,7 @@ def evaluation_batches(
     """
     if samples < 1 or micro_batch < 1:
         raise DataError(f"evaluation over {samples} samples, micro batch {micro_batch}: both must be >= 1")
-    return _share(dataset, 0, samples, micro_batch, dp_rank, dp_size, valid_mask)
+    return _share(dataset, 0, samples, micro_batch, dp_rank, dp_size, rules)
 
 
 def _share(
@@ -97,32 +122,65 @@ def _share(
     micro_batch: int,
     dp_rank: int,
     dp_size: int,
-    valid_mask: ValidMask,
+    rules: RowRules,
 ) -> list[Batch]:
     assert 0 <= dp_rank < dp_size
     steps = -(-samples // (micro_batch * dp_size))
     # Every rank counts for itself, so that nothing needs to be communicated.
-    valid = _count_valid(dataset, first, samples, valid_mask)
+    valid = _count_valid(dataset, first, samples, rules)
     scale = steps * dp_size / valid if valid else 0.0
     batches = []
     for step in range(steps):
         start = (step * dp_size + dp_rank) * micro_batch
-        rows = np.zeros((micro_batch, dataset.sequence_length + 1), np.int64)
-        present = max(0, min(micro_batch, samples - start))
-        for row in range(present):
-            rows[row] = dataset[first + start + row]
-        tokens, labels = rows[:, :-1].copy(), rows[:, 1:].copy()
-        weights = (valid_mask(labels) * scale).astype(np.float32)
-        weights[present:] = 0.0
-        batches.append(Batch(tokens, labels, weights))
+        present = range(first + start, first + max(start, min(start + micro_batch, samples)))
+        batches.append(_batch(dataset, present, micro_batch, rules, scale))
     return batches
 
 
-def _count_valid(dataset: SampleSource, first: int, samples: int, valid_mask: ValidMask) -> int:
+def _batch(dataset: SampleSource, samples: range, rows: int, rules: RowRules, scale: float) -> Batch:
+    """The samples as the first rows of a batch, their valid targets weighing `scale`."""
+    shape = (rows, dataset.sequence_length)
+    sample_rows = np.zeros((rows, shape[1] + 1), np.int64)
+    weights = np.zeros(shape, np.float32)
+    positions = np.tile(np.arange(shape[1]), (rows, 1)) if rules.documents else None
+    documents = np.zeros(shape, np.int32) if rules.documents else None
+    for row, sample in enumerate(samples):
+        sample_rows[row] = dataset[sample]
+        about = _documents(dataset, sample, rules)
+        weights[row] = _valid(sample_rows[row, 1:], about, rules) * scale
+        if positions is not None and documents is not None:
+            positions[row], documents[row] = about.positions, about.documents
+    return Batch(sample_rows[:, :-1].copy(), sample_rows[:, 1:].copy(), weights, positions, documents)
+
+
+def _documents(dataset: SampleSource, sample: int, rules: RowRules) -> RowDocuments | None:
+    if not (rules.documents or rules.mask_ends or getattr(dataset, "padded", False)):
+        return None
+    return row_documents(dataset.segments(sample), dataset.sequence_length)
+
+
+def _valid(labels: np.ndarray, about: RowDocuments | None, rules: RowRules) -> np.ndarray:
+    """Which targets of a row count, bool [s]."""
+    valid = rules.valid_mask(labels)
+    if about is not None:
+        valid = valid & about.targets
+        if rules.mask_ends:
+            valid &= ~about.ends
+    return valid
+
+
+def _count_valid(dataset: SampleSource, first: int, samples: int, rules: RowRules) -> int:
     """Valid targets of the samples first .. first + samples - 1."""
-    if valid_mask is every_token:
-        return samples * dataset.sequence_length
-    return sum(int(np.count_nonzero(valid_mask(dataset[first + i][1:]))) for i in range(samples))
+    total = 0
+    for sample in range(first, first + samples):
+        about = _documents(dataset, sample, rules)
+        if about is None and rules.valid_mask is every_token:
+            return samples * dataset.sequence_length
+        # The tokens themselves are read only where the rule looks at them.
+        blind = rules.valid_mask is every_token
+        labels = np.zeros(dataset.sequence_length, np.int64) if blind else dataset[sample][1:]
+        total += int(np.count_nonzero(_valid(labels, about, rules)))
+    return total
 
 
 def rows_digest(rows: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -17,11 +18,17 @@ _BLOCKS_KEPT = 4
 
 
 class SampleSource(Protocol):
-    """What gives samples: `source[n]` is i64 [sequence_length + 1], for every n >= 0."""
+    """What gives samples: `source[n]` is i64 [sequence_length + 1], for every n >= 0.
+
+    `segments` (document, offset in it, tokens) are the pieces of a sample; where they are fewer tokens than
+    that, zeros stand behind them.
+    """
 
     sequence_length: int
 
     def __getitem__(self, sample: int) -> np.ndarray: ...
+
+    def segments(self, sample: int) -> list[tuple[int, int, int]]: ...
 
 
 class Mixture:
@@ -124,23 +131,71 @@ def _run(weights: np.ndarray, first: int, counts: np.ndarray, out: np.ndarray | 
             out[:, step] = chosen
 
 
-class Blend:
-    """A stream of samples from several datasets with shares `weights`; itself a SampleSource.
+@dataclass(frozen=True)
+class Phase:
+    """From global sample `first` on the sources have these weights; 0 for a source that rests."""
 
-    Global sample n is sample k of dataset i, where k counts the samples that i gave before n. The datasets
-    go on into their next epochs by themselves.
+    first: int
+    weights: tuple[float, ...]
+
+
+class Blend:
+    """A stream of samples from several datasets; itself a SampleSource.
+
+    Global sample n is sample k of dataset i, where k counts the samples that i gave before n, over all
+    phases: a change of the weights takes no source back. The datasets go on into their next epochs by
+    themselves.
     """
 
-    def __init__(self, datasets: Sequence[SampleSource], weights: Sequence[float]) -> None:
-        if len(datasets) != len(weights):
-            raise DataError(f"{len(weights)} blend weights for {len(datasets)} datasets, must be as many")
-        self.mixture = Mixture(weights)
-        self.datasets = list(datasets)
+    def __init__(self, datasets: Sequence[SampleSource], *phases: Phase) -> None:
+        self.datasets, self.phases = list(datasets), phases
         lengths = sorted({dataset.sequence_length for dataset in datasets})
         if len(lengths) > 1:
             raise DataError(f"the datasets of a blend have sequence lengths {lengths}, must be one")
         self.sequence_length = lengths[0]
+        self.padded = any(getattr(dataset, "padded", False) for dataset in datasets)
+        self._parts: list[tuple[np.ndarray, Mixture]] = []  # sources of a phase, and their mixture
+        for phase in phases:
+            if len(datasets) != len(phase.weights):
+                raise DataError(
+                    f"{len(phase.weights)} blend weights for {len(datasets)} datasets, must be as many"
+                )
+            used = [i for i, weight in enumerate(phase.weights) if weight != 0]
+            self._parts.append((np.array(used, int), Mixture([phase.weights[i] for i in used])))
+        firsts = [phase.first for phase in phases]
+        if firsts[:1] != [0] or any(a >= b for a, b in zip(firsts, firsts[1:], strict=False)):
+            raise DataError(f"changes of the blend at samples {firsts[1:]}: must be above 0 and rise")
+        self._before = [np.zeros(len(datasets), np.int64)]  # samples given before each phase
+        for phase in phases[1:]:
+            self._before.append(self.counts(phase.first))
+
+    def counts(self, samples: int) -> np.ndarray:
+        """i64 [datasets]: how many of the first `samples` samples each dataset gives."""
+        number = self._phase(max(0, samples - 1))
+        used, mixture = self._parts[number]
+        out = self._before[number].copy()
+        out[used] += mixture.counts(samples - self.phases[number].first)
+        return out
+
+    def _phase(self, sample: int) -> int:
+        """The phase of a sample, among those whose beginnings are counted."""
+        known = self.phases[: len(self._before)]
+        return max(number for number, phase in enumerate(known) if phase.first <= sample)
+
+    def locate(self, sample: int) -> tuple[int, int]:
+        """(dataset, number of the sample within the dataset) of a global sample."""
+        if sample < 0:
+            raise IndexError(f"sample {sample}, must be >= 0")
+        number = self._phase(sample)
+        used, mixture = self._parts[number]
+        part, k = mixture.locate(sample - self.phases[number].first)
+        return int(used[part]), int(self._before[number][used[part]]) + k
 
     def __getitem__(self, sample: int) -> np.ndarray:
-        source, number = self.mixture.locate(sample)
+        source, number = self.locate(sample)
         return self.datasets[source][number]
+
+    def segments(self, sample: int) -> list[tuple[int, int, int]]:
+        """The pieces of a sample; documents are numbered within its dataset."""
+        source, number = self.locate(sample)
+        return self.datasets[source].segments(number)

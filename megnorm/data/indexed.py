@@ -30,6 +30,7 @@ from typing import BinaryIO
 import numpy as np
 
 from megnorm.data.errors import DataError
+from megnorm.data.lengths import document_lengths
 from megnorm.data.meta import META_SUFFIX, file_sha256, read_meta
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -228,33 +229,6 @@ class IndexedDataset:
     def document_lengths(self, first: int = 0, last: int | None = None) -> np.ndarray:
         """Tokens of the documents [first, last): i32 or i64 [last - first]."""
         return document_lengths(self.lengths, self.documents, first, last)
-
-
-def document_lengths(
-    lengths: np.ndarray, documents: np.ndarray, first: int = 0, last: int | None = None
-) -> np.ndarray:
-    """Tokens of the documents [first, last), from sequence lengths [N] and boundaries [D + 1].
-
-    Where each document is one sequence this is a slice of `lengths`, without a copy.
-    """
-    last = len(documents) - 1 if last is None else last
-    count, start = last - first, int(documents[first])
-    if int(documents[last]) - start == count and _all_steps_one(documents, first, last):
-        return lengths[start : start + count]
-    out = np.empty(count, np.int64)
-    for a in range(first, last, _BLOCK):
-        b = min(a + _BLOCK, last)
-        edges = documents[a : b + 1] - documents[a]
-        sums = np.concatenate([[0], np.cumsum(lengths[documents[a] : documents[b]], dtype=np.int64)])
-        out[a - first : b - first] = np.diff(sums[edges])
-    return out if count and out.max() > np.iinfo(np.int32).max else out.astype(np.int32)
-
-
-def _all_steps_one(documents: np.ndarray, first: int, last: int) -> bool:
-    for a in range(first, last, _BLOCK):
-        if not (np.diff(documents[a : min(a + _BLOCK, last) + 1]) == 1).all():
-            return False
-    return True
 
 
 class IndexedWriter:

@@ -1,4 +1,4 @@
-"""How long the documents of a corpus are, counted in one pass and in little memory."""
+"""How long the documents of a corpus are, without copies of what is mapped from disk."""
 
 from __future__ import annotations
 
@@ -8,9 +8,37 @@ from dataclasses import dataclass
 
 import numpy as np
 
+_BLOCK = 1 << 20
 # Lengths below are counted one by one, the few above are kept.
 _COUNTED = 1 << 20
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
+
+
+def document_lengths(
+    lengths: np.ndarray, documents: np.ndarray, first: int = 0, last: int | None = None
+) -> np.ndarray:
+    """Tokens of the documents [first, last), from sequence lengths [N] and boundaries [D + 1].
+
+    Where each document is one sequence this is a slice of `lengths`, without a copy.
+    """
+    last = len(documents) - 1 if last is None else last
+    count, start = last - first, int(documents[first])
+    if int(documents[last]) - start == count and _all_steps_one(documents, first, last):
+        return lengths[start : start + count]
+    out = np.empty(count, np.int64)
+    for a in range(first, last, _BLOCK):
+        b = min(a + _BLOCK, last)
+        edges = documents[a : b + 1] - documents[a]
+        sums = np.concatenate([[0], np.cumsum(lengths[documents[a] : documents[b]], dtype=np.int64)])
+        out[a - first : b - first] = np.diff(sums[edges])
+    return out if count and out.max() > np.iinfo(np.int32).max else out.astype(np.int32)
+
+
+def _all_steps_one(documents: np.ndarray, first: int, last: int) -> bool:
+    for a in range(first, last, _BLOCK):
+        if not (np.diff(documents[a : min(a + _BLOCK, last) + 1]) == 1).all():
+            return False
+    return True
 
 
 @dataclass(frozen=True)

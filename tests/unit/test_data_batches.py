@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megnorm.data.batches import batch_digest, evaluation_batches, micro_batches
+from megnorm.data.batches import RowRules, batch_digest, evaluation_batches, micro_batches
 from megnorm.data.errors import DataError
 
 S = 8
@@ -54,7 +54,9 @@ def test_mean_of_means_is_the_mean_over_valid_tokens(micro: int, ranks: int) -> 
     for mask in (uneven, lambda labels: np.ones(labels.shape, bool)):
         labels = np.stack([Numbered()[n][1:] for n in range(8)])
         expected = loss_of(labels)[mask(labels)].mean()
-        shares = [micro_batches(Numbered(), 0, 8, micro, rank, ranks, mask) for rank in range(ranks)]
+        shares = [
+            micro_batches(Numbered(), 0, 8, micro, rank, ranks, RowRules(mask)) for rank in range(ranks)
+        ]
         assert engine_loss(shares) == pytest.approx(expected, rel=1e-6)
 
 
@@ -69,7 +71,7 @@ def test_nine_tokens_of_ten_and_one_of_two(ranks: int) -> None:
             return sample * 100 + np.arange(10)
 
     mask = lambda labels: (labels < 100) | (labels == 101)  # noqa: E731
-    shares = [micro_batches(Long(), 0, 2, 1, rank, ranks, mask) for rank in range(ranks)]
+    shares = [micro_batches(Long(), 0, 2, 1, rank, ranks, RowRules(mask)) for rank in range(ranks)]
     loss = np.mean(
         [
             np.mean([np.sum(b.weights * np.where(b.labels < 100, 10.0, 2.0)) for b in batches])
@@ -81,9 +83,9 @@ def test_nine_tokens_of_ten_and_one_of_two(ranks: int) -> None:
 
 def test_nothing_valid_gives_zero_not_nan() -> None:
     nothing = lambda labels: np.zeros(labels.shape, bool)  # noqa: E731
-    for batch in micro_batches(Numbered(), 0, 4, 2, 0, 1, nothing):
+    for batch in micro_batches(Numbered(), 0, 4, 2, 0, 1, RowRules(nothing)):
         assert (batch.weights == 0).all()
-    assert (evaluation_batches(Numbered(), 3, 2, 0, 1, nothing)[0].weights == 0).all()
+    assert (evaluation_batches(Numbered(), 3, 2, 0, 1, RowRules(nothing))[0].weights == 0).all()
 
 
 @pytest.mark.parametrize("samples", [1, 3, 7, 8, 13])
@@ -91,7 +93,10 @@ def test_nothing_valid_gives_zero_not_nan() -> None:
 def test_evaluation_is_the_same_number_on_every_layout(samples: int, micro: int, ranks: int) -> None:
     labels = np.stack([Numbered()[n][1:] for n in range(samples)])
     for mask in (uneven, lambda labels: np.ones(labels.shape, bool)):
-        shares = [evaluation_batches(Numbered(), samples, micro, rank, ranks, mask) for rank in range(ranks)]
+        shares = [
+            evaluation_batches(Numbered(), samples, micro, rank, ranks, RowRules(mask))
+            for rank in range(ranks)
+        ]
         assert len({len(batches) for batches in shares}) == 1
         assert {b.tokens.shape for batches in shares for b in batches} == {(micro, S)}
         valid = mask(labels)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megnorm.data.blend import Blend, Mixture
+from megnorm.data.blend import Blend, Mixture, Phase
 from megnorm.data.errors import DataError
 from megnorm.data.samples import SampleMap
 
@@ -93,7 +93,7 @@ class Source:
 
 
 def test_each_source_is_read_in_its_own_order() -> None:
-    blend = Blend([Source(0), Source(1), Source(2)], [0.5, 0.3, 0.2])
+    blend = Blend([Source(0), Source(1), Source(2)], Phase(0, (0.5, 0.3, 0.2)))
     seen: list[list[int]] = [[], [], []]
     for n in range(3000):
         source, sample = blend[n]
@@ -113,6 +113,6 @@ def test_small_sources_go_on_into_their_next_epochs() -> None:
 
 def test_datasets_must_fit_together() -> None:
     with pytest.raises(DataError, match="2 blend weights for 1 datasets"):
-        Blend([Source(0)], [1.0, 1.0])
+        Blend([Source(0)], Phase(0, (1.0, 1.0)))
     with pytest.raises(DataError, match="sequence lengths"):
-        Blend([Source(0), Source(1, 2)], [1.0, 1.0])
+        Blend([Source(0), Source(1, 2)], Phase(0, (1.0, 1.0)))

@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megnorm.data.errors import DataError
-from megnorm.data.indexed import IndexedDataset, IndexedWriter, best_dtype, document_lengths
+from megnorm.data.indexed import IndexedDataset, IndexedWriter, best_dtype
+from megnorm.data.lengths import document_lengths
 
 HEADER = 34
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megnorm.data.errors import DataError
 from megnorm.data.indexed import IndexedDataset, IndexedWriter
-from megnorm.data.samples import GPTDataset, SampleMap
+from megnorm.data.samples import SampleMap, gpt_dataset
 from megnorm.data.seeds import derive_key, permutation
 from megnorm.data.splits import parse_split, split_documents
 
@@ -39,7 +39,7 @@ def test_without_shuffle_samples_tile_the_tokens(tmp_path: Path, lengths: list[i
     total = sum(lengths)
     if total < s + 1:
         return
-    dataset = GPTDataset(counted(tmp_path, lengths), sequence_length=s, shuffle=False)
+    dataset = gpt_dataset(counted(tmp_path, lengths), sequence_length=s, shuffle=False)
     assert dataset.samples_per_epoch == (total - 1) // s
     for n in range(2 * dataset.samples_per_epoch):
         start = n % dataset.samples_per_epoch * s
@@ -48,7 +48,7 @@ def test_without_shuffle_samples_tile_the_tokens(tmp_path: Path, lengths: list[i
 
 def test_each_epoch_has_each_sample_once_and_whole_documents(tmp_path: Path) -> None:
     lengths = np.random.default_rng(0).integers(0, 9, 700).tolist()
-    dataset = GPTDataset(counted(tmp_path, lengths), sequence_length=4, seed=3, name="train")
+    dataset = gpt_dataset(counted(tmp_path, lengths), sequence_length=4, seed=3, name="train")
     per_epoch = dataset.samples_per_epoch
     orders = []
     for epoch in range(3):
@@ -67,7 +67,7 @@ def test_a_sample_is_the_tokens_of_the_epochs_document_order(tmp_path: Path) -> 
     """Against the definition, written out: permute, join, cut, permute."""
     lengths = np.random.default_rng(1).integers(0, 50, 900).tolist()
     indexed = counted(tmp_path, lengths)
-    dataset = GPTDataset(indexed, (100, 800), 7, seed=5, name="x")
+    dataset = gpt_dataset(indexed, (100, 800), 7, seed=5, name="x")
     for epoch in (0, 1, 4):
         order = 100 + permutation(700, derive_key(5, "x", "documents", epoch)).astype(int)
         joined = np.concatenate([indexed.read_document(k) for k in order])
@@ -149,7 +149,7 @@ def test_split_without_a_sample() -> None:
 
 
 def test_id_beyond_the_vocabulary(tmp_path: Path) -> None:
-    dataset = GPTDataset(counted(tmp_path, [20]), sequence_length=4, shuffle=False, vocab_size=10)
+    dataset = gpt_dataset(counted(tmp_path, [20]), sequence_length=4, shuffle=False, vocab_size=10)
     assert dataset[0].tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(DataError, match="token id 10 in sample 2.*10 entries"):
         dataset[2]
