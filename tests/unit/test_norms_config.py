@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from megnorm.checkpoint.resume import CheckpointError
 from megnorm.config import ConfigError, NormConfig, dump_config, load_config, parse_config, parse_norm
 from megnorm.config.placement import AttentionSlots, Block, FFNSlots, HeadNorm, Norm, Placement, Scale
 from megnorm.norms import SCHEMES, read_placement, resolve, save_placement, with_placement
+from megnorm.prepare import check_run_dir
 
 N, H = Norm(), HeadNorm()
 RUN = {
@@ -230,3 +232,22 @@ def test_overrides_on_a_runs_config_start_from_its_words(tmp_path):
         assert resolve(load_config(path, [change]).model.norm, 4, 64) == resolve(right, 4, 64)
     deeper = load_config(path, ["model.layers=6"])
     assert resolve(deeper.model.norm, 6, 64) == resolve(NormConfig(scheme="lns"), 6, 64)
+
+
+def test_a_run_whose_schemes_meaning_has_changed_is_not_continued(tmp_path):
+    """The same words, other slots: as if a later version read the scheme differently."""
+    config = parse_config({**copy.deepcopy(RUN), "run_dir": str(tmp_path)})
+    config = config.model_copy(update={"model": with_placement(config.model)})
+    path = saved(tmp_path, config)
+    assert check_run_dir(config, "auto") == []
+    path.write_text(path.read_text().replace("eps: 1.0e-05", "eps: 1.0e-06"))
+    with pytest.raises(
+        CheckpointError, match=r"resolved.layers.0:4.attention.in_norm.eps: 1e-06 -> 1e-05"
+    ):
+        check_run_dir(config, "auto")
+    path.write_text(
+        path.read_text().partition("    resolved:")[0]
+        + path.read_text().partition("  init:")[1]
+        + path.read_text().partition("  init:")[2]
+    )
+    assert load_config(path).model.norm.resolved is None and check_run_dir(config, "auto") == []
