@@ -117,6 +117,20 @@ def ladder(
         typer.echo(f"{len(write_ladder(configs, output))} configurations in {output}")
 
 
+@app.command()
+def fit(
+    results: Annotated[str, typer.Argument(help="Results as .csv, .json or .jsonl, or a sweep's directory.")],
+    form: Annotated[str, typer.Option(help="chinchilla, power or kaplan.")] = "chinchilla",
+    budget: Annotated[list[float] | None, typer.Option(help="FLOPs to give the optimum for, as 1e21.")] = None,
+    draws: Annotated[int, typer.Option(help="Draws of runs for the intervals.")] = 200,
+    output: Annotated[str | None, typer.Option(help="File for the whole analysis as JSON.")] = None,
+) -> None:
+    """Fit a scaling law to finished runs, say how sure it is, and compare the schemes at equal compute."""
+    from megnorm.scaling.commands import fit_command
+
+    typer.echo("\n".join(fit_command(results, form, budget or None, draws, output)))
+
+
 def spread_layouts(arguments: list[str]) -> list[str]:
     """``--layouts A B C`` as ``--layouts A --layouts B --layouts C``, the form that the parser knows."""
     spread, following = [], False

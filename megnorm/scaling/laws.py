@@ -1,9 +1,9 @@
 """Forms of scaling laws, and their fit: the sum of Huber losses of log residuals, many starts, L-BFGS.
 
-The sum matters: scipy's L-BFGS-B stops on absolute changes once a value is below 1, so that a mean over 200 runs
-ends early and far from the minimum (arXiv:2404.10102 on arXiv:2203.15556). Here each round of the minimiser sees
-the objective divided by its value at the round's start, and rounds go on until one brings nothing more: a constant
-factor on the objective, or other units of N, D and C, change nothing.
+The sum matters: scipy's L-BFGS-B stops on absolute changes once a value is below 1, so that a mean over 200
+runs ends early and far from the minimum (arXiv:2404.10102 on arXiv:2203.15556). Here each round of the
+minimiser sees the objective divided by its value at the round's start, and rounds go on until one brings
+nothing more: a constant factor on the objective, or other units of N, D and C, change nothing.
 """
 
 from collections.abc import Callable
@@ -38,8 +38,8 @@ class Points:
 
 @dataclass(frozen=True)
 class Form:
-    """A law with parameters theta. ``log_loss(theta, n, d, c)`` gives the log of the loss [n] and its derivatives
-    [n, parameters]; exponents are the parameters number ``exponents``; ``named`` gives the constants of the formula."""
+    """A law with parameters theta. ``log_loss(theta, n, d, c)``: the log of the loss [n] and its derivatives
+    [n, parameters]; exponents: which parameters are such; ``named``: the constants of the formula."""
 
     name: str
     formula: str
@@ -50,7 +50,9 @@ class Form:
     named: Callable
 
 
-def _chinchilla(theta: np.ndarray, n: np.ndarray, d: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _chinchilla(
+    theta: np.ndarray, n: np.ndarray, d: np.ndarray, c: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     e, a, b, alpha, beta = theta
     terms = np.stack([np.full_like(n, e), a - alpha * n, b - beta * d], axis=1)
     total, share = _log_sum(terms)
@@ -82,26 +84,46 @@ def _log_sum(terms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _chinchilla_starts(loss: np.ndarray) -> list[tuple[float, ...]]:
     low, middle = np.exp(loss.min()), np.exp(np.median(loss))
     grid = product((0.1, 0.4, 0.6, 0.8, 0.95), (0.2, 0.8), (0.15, 0.35, 0.7), (0.15, 0.35, 0.7))
-    return [(np.log(share * low), np.log(part * (middle - share * low)), np.log((1 - part) * (middle - share * low)),
-             alpha, beta) for share, part, alpha, beta in grid]
+    return [
+        (
+            np.log(share * low),
+            np.log(part * (middle - share * low)),
+            np.log((1 - part) * (middle - share * low)),
+            alpha,
+            beta,
+        )
+        for share, part, alpha, beta in grid
+    ]
 
 
 def _power_starts(loss: np.ndarray) -> list[tuple[float, ...]]:
     low, middle = np.exp(loss.min()), np.exp(np.median(loss))
-    return [(np.log(share * low), np.log(middle - share * low), alpha)
-            for share, alpha in product((0.05, 0.2, 0.4, 0.6, 0.8, 0.95), (0.02, 0.05, 0.1, 0.2, 0.4, 0.8))]
+    return [
+        (np.log(share * low), np.log(middle - share * low), alpha)
+        for share, alpha in product((0.05, 0.2, 0.4, 0.6, 0.8, 0.95), (0.02, 0.05, 0.1, 0.2, 0.4, 0.8))
+    ]
 
 
 def _kaplan_starts(loss: np.ndarray) -> list[tuple[float, ...]]:
     middle = np.median(loss)
-    return [(middle + one, middle + other, alpha_n, alpha_d) for one, other, alpha_n, alpha_d in
-            product((-1.0, -0.3, -0.05), (-1.0, -0.3, -0.05), (0.03, 0.08, 0.2, 0.5), (0.03, 0.08, 0.2, 0.5))]
+    return [
+        (middle + one, middle + other, alpha_n, alpha_d)
+        for one, other, alpha_n, alpha_d in product(
+            (-1.0, -0.3, -0.05), (-1.0, -0.3, -0.05), (0.03, 0.08, 0.2, 0.5), (0.03, 0.08, 0.2, 0.5)
+        )
+    ]
 
 
 def _chinchilla_named(theta: np.ndarray, means: tuple[float, float, float]) -> dict[str, float]:
     e, a, b, alpha, beta = (float(value) for value in theta)
-    return {"E": np.exp(e), "A": np.exp(a + alpha * means[0]), "B": np.exp(b + beta * means[1]), "alpha": alpha,
-            "beta": beta, "a": beta / (alpha + beta)}
+    return {
+        "E": np.exp(e),
+        "A": np.exp(a + alpha * means[0]),
+        "B": np.exp(b + beta * means[1]),
+        "alpha": alpha,
+        "beta": beta,
+        "a": beta / (alpha + beta),
+    }
 
 
 def _power_named(theta: np.ndarray, means: tuple[float, float, float]) -> dict[str, float]:
@@ -111,24 +133,44 @@ def _power_named(theta: np.ndarray, means: tuple[float, float, float]) -> dict[s
 
 def _kaplan_named(theta: np.ndarray, means: tuple[float, float, float]) -> dict[str, float]:
     u, v, alpha_n, alpha_d = (float(value) for value in theta)
-    return {"N_c": np.exp(u / alpha_n + means[0]), "D_c": np.exp(v / alpha_d + means[1]), "alpha_N": alpha_n,
-            "alpha_D": alpha_d, "a": alpha_d / (alpha_n + alpha_d)}
+    return {
+        "N_c": np.exp(u / alpha_n + means[0]),
+        "D_c": np.exp(v / alpha_d + means[1]),
+        "alpha_N": alpha_n,
+        "alpha_D": alpha_d,
+        "a": alpha_d / (alpha_n + alpha_d),
+    }
 
 
 FORMS = {
-    "chinchilla": Form("chinchilla", "L = E + A / N^alpha + B / D^beta", 5, (3, 4), _chinchilla, _chinchilla_starts,
-                       _chinchilla_named),
+    "chinchilla": Form(
+        "chinchilla",
+        "L = E + A / N^alpha + B / D^beta",
+        5,
+        (3, 4),
+        _chinchilla,
+        _chinchilla_starts,
+        _chinchilla_named,
+    ),
     "power": Form("power", "L = E + A / C^alpha", 3, (2,), _power, _power_starts, _power_named),
-    "kaplan": Form("kaplan", "L = ((N_c / N)^(alpha_N / alpha_D) + D_c / D)^alpha_D", 4, (2, 3), _kaplan,
-                   _kaplan_starts, _kaplan_named),
+    "kaplan": Form(
+        "kaplan",
+        "L = ((N_c / N)^(alpha_N / alpha_D) + D_c / D)^alpha_D",
+        4,
+        (2, 3),
+        _kaplan,
+        _kaplan_starts,
+        _kaplan_named,
+    ),
 }
 EXPONENT_BOUNDS = (1e-3, 4.0)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted law. theta: parameters around ``means`` of the logs; value: the sum of Huber losses; starts and
-    agreeing: minimisations made, and those that ended within 0.1 % of the best; slope: the relative gradient left."""
+    """A fitted law. theta: parameters around ``means`` of the logs; value: the sum of Huber losses; starts,
+    agreeing: minimisations made, and those that ended within 0.1 % of the best; slope: relative gradient;
+    at_bound: parameters at the edge of what is searched."""
 
     form: Form
     theta: np.ndarray
@@ -146,7 +188,7 @@ class Fit:
 
     def log_loss(self, n: np.ndarray, d: np.ndarray, c: np.ndarray) -> np.ndarray:
         """Log of the law's loss at logs of N, D and C."""
-        n, d, c = (np.asarray(values, float) - mean for values, mean in zip((n, d, c), self.means, strict=True))
+        n, d, c = (np.atleast_1d(values) - mean for values, mean in zip((n, d, c), self.means, strict=True))
         return self.form.log_loss(self.theta, *np.broadcast_arrays(n, d, c))[0]
 
 
@@ -156,7 +198,9 @@ def huber(residual: np.ndarray, delta: float = DELTA) -> tuple[np.ndarray, np.nd
     return slope * (residual - slope / 2), slope
 
 
-def objective_of(form: Form, points: Points, means: tuple[float, float, float], delta: float = DELTA) -> Objective:
+def objective_of(
+    form: Form, points: Points, means: tuple[float, float, float], delta: float = DELTA
+) -> Objective:
     """The sum over runs of Huber losses of log residuals as a function of theta, with its gradient."""
     at = [values - mean for values, mean in zip((points.n, points.d, points.c), means, strict=True)]
 
@@ -168,10 +212,12 @@ def objective_of(form: Form, points: Points, means: tuple[float, float, float], 
     return objective
 
 
-def minimise(objective: Objective, start: np.ndarray, bounds: list, floor: float = 0.0) -> tuple[np.ndarray, float]:
+def minimise(
+    objective: Objective, start: np.ndarray, bounds: list, floor: float = 0.0, tolerance: float = 1e-7
+) -> tuple[np.ndarray, float]:
     """The minimum reached from ``start`` and its value, the same for any constant factor on the objective.
 
-    floor: a value that counts as zero.
+    floor: a value that counts as zero; tolerance: rounds go on while one lowers the value by a larger share.
     """
     try:
         from scipy.optimize import minimize
@@ -184,12 +230,18 @@ def minimise(objective: Objective, start: np.ndarray, bounds: list, floor: float
         if value <= floor:
             break
         scale = value
-        done = minimize(lambda x: tuple(part / scale for part in objective(x)), theta, jac=True, method="L-BFGS-B",
-                        bounds=bounds, options={"ftol": 1e-13, "gtol": 1e-12, "maxiter": 3000, "maxcor": 20})
+        done = minimize(
+            lambda x, scale=scale: tuple(part / scale for part in objective(x)),
+            theta,
+            jac=True,
+            method="L-BFGS-B",
+            bounds=bounds,
+            options={"ftol": 1e-6 * tolerance, "gtol": 1e-12, "maxiter": 3000, "maxcor": 20},
+        )
         if not done.fun < 1.0:
             break
         theta, value = done.x, float(done.fun) * scale
-        if done.fun > 1 - 1e-7:
+        if done.fun > 1 - tolerance:
             break
     return theta, value
 
@@ -205,21 +257,29 @@ def bounds_of(form: Form, loss: np.ndarray) -> list[tuple[float, float]]:
 
 
 def fit_law(form: Form, points: Points, starts: list | None = None, delta: float = DELTA) -> Fit:
-    """Fit a law to runs from a grid of starts (or from the given ones, in the parameters of ``Fit.theta``)."""
+    """Fit a law to runs from a grid of starts (or from given ones, in the parameters of ``Fit.theta``)."""
     means = (float(points.n.mean()), float(points.d.mean()), float(points.c.mean()))
     objective, bounds = objective_of(form, points, means, delta), bounds_of(form, points.loss)
     floor = ALMOST_ZERO * len(points)
     ends = [minimise(objective, start, bounds, floor) for start in starts or form.starts(points.loss)]
     theta, value = min(ends, key=lambda end: end[1])
     agreeing = sum(end[1] <= value * 1.001 + floor for end in ends)
-    return Fit(form, theta, means, value, len(ends), agreeing, _slope(form, points, means, theta, bounds, delta),
-               _at_bounds(form, theta, bounds))
+    return Fit(
+        form,
+        theta,
+        means,
+        value,
+        len(ends),
+        agreeing,
+        _slope(form, points, means, theta, bounds, delta),
+        _at_bounds(form, theta, bounds),
+    )
 
 
 def refit(fit: Fit, points: Points, delta: float = DELTA) -> Fit:
     """The same form on other data of the same kind (bootstrap), from the minimum of ``fit``."""
     objective, bounds = objective_of(fit.form, points, fit.means, delta), bounds_of(fit.form, points.loss)
-    theta, value = minimise(objective, fit.theta, bounds, ALMOST_ZERO * len(points))
+    theta, value = minimise(objective, fit.theta, bounds, ALMOST_ZERO * len(points), tolerance=1e-4)
     return Fit(fit.form, theta, fit.means, value, 1, 1, 0.0, ())
 
 
@@ -237,7 +297,13 @@ def _slope(form: Form, points: Points, means: tuple, theta: np.ndarray, bounds: 
 
 
 def _at_bounds(form: Form, theta: np.ndarray, bounds: list) -> tuple[str, ...]:
-    names = {"chinchilla": ("E", "A", "B", "alpha", "beta"), "power": ("E", "A", "alpha"),
-             "kaplan": ("N_c", "D_c", "alpha_N", "alpha_D")}[form.name]
-    return tuple(name for name, x, (low, high) in zip(names, theta, bounds, strict=True)
-                 if x <= low + 1e-6 or x >= high - 1e-6)
+    names = {
+        "chinchilla": ("E", "A", "B", "alpha", "beta"),
+        "power": ("E", "A", "alpha"),
+        "kaplan": ("N_c", "D_c", "alpha_N", "alpha_D"),
+    }[form.name]
+    return tuple(
+        name
+        for name, x, (low, high) in zip(names, theta, bounds, strict=True)
+        if x <= low + 1e-6 or x >= high - 1e-6
+    )
