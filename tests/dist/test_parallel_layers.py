@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from megnorm.config.placement import HeadNorm, Norm
 from megnorm.model.init import initialise
 from megnorm.model.norm import SpanningNorm, heads_norm
-from megnorm.parallel import cross_entropy as loss
+from megnorm.parallel.cross_entropy import cross_entropy, nats_and_log_z
 from megnorm.parallel.groups import make_groups
 from megnorm.parallel.linear import ColumnLinear, RowLinear, VocabEmbedding
 from megnorm.parallel.sharding import Normal
@@ -204,11 +204,6 @@ def test_one_one_three_three(tp):
     assert sum(results[:tp], []) == pytest.approx([0.4472, 0.4472, 1.3416, 1.3416], abs=1e-4)
 
 
-def nats(logits, targets, vocab, tp):
-    found = loss.cross_entropy(logits, targets, vocab, tp)
-    return found[0] if isinstance(found, tuple) else found
-
-
 def targets_at_borders(vocab):
     """Every id at the border of a shard of 4 or 2 ranks that is a real one, the last real one, others."""
     borders = [i for i in (0, 7, 8, 15, 16, 23, 24, 31) if i < vocab]
@@ -216,18 +211,22 @@ def targets_at_borders(vocab):
 
 
 def split_vocabulary(groups, dtype, limit):
-    """29, 20 or 8 of 32 columns are real: with 4 ranks the last one, or the last three, hold padding only."""
+    """29, 20, 8 or 1 of 32 columns are real: with 4 ranks the last one, or the last three, hold padding only.
+    Nats and log Z, each with a gradient of its own."""
     for vocab in (32, 29, 20, 8, 1):
         logits = (3 * data(groups, 3, 5, 32)).to(dtype)
         logits[..., vocab:] += 50
         targets, weight = targets_at_borders(vocab), data(groups, 3, 5)
         part = mine(logits, groups).clone().requires_grad_()
-        got = nats(part, targets, vocab, groups.tp)
+        nats, log_z = nats_and_log_z(part, targets, vocab, groups.tp)
+        assert torch.equal(nats, cross_entropy(part, targets, vocab, groups.tp))
         wide = logits.double().requires_grad_()
         right = -F.log_softmax(wide[..., :vocab], -1).gather(-1, targets[..., None])[..., 0]
-        assert (got - right).norm() <= limit * right.norm().clamp_min(1e-3), vocab
-        (got * weight).sum().backward()
-        (right * weight).sum().backward()
+        right_z = wide[..., :vocab].logsumexp(-1)
+        assert (nats - right).norm() <= limit * right.norm().clamp_min(1e-3), vocab
+        assert (log_z - right_z).norm() <= limit * right_z.norm(), vocab
+        (nats * weight + 0.3 * log_z.square()).sum().backward()
+        (right * weight + 0.3 * right_z.square()).sum().backward()
         rounding = 4e-3 if dtype == torch.bfloat16 else limit
         assert (part.grad - mine(wide.grad, groups)).norm() <= rounding * wide.grad.norm()
         padding = torch.arange(32).chunk(groups.tp.size)[groups.tp.rank] >= vocab
