@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megnorm.data.command import run_tool
-from megnorm.data.inspect import describe, show_document
+from megnorm.data.inspect import describe, histogram, show_document
 
 
 def main() -> int:
@@ -15,9 +15,12 @@ def main() -> int:
     parser.add_argument(
         "--max-tokens", type=int, default=2000, metavar="N", help="of the document (default: %(default)s)"
     )
+    parser.add_argument("--histogram", action="store_true", help="also show documents by length")
     args = parser.parse_args()
     if args.document is None:
         print(describe(args.prefix))
+        if args.histogram:
+            print(histogram(args.prefix))
     else:
         print(show_document(args.prefix, args.document, args.max_tokens))
     return 0

@@ -1,4 +1,4 @@
-"""Trains a SentencePiece BPE tokenizer on JSONL files (.gz and .zst too) and checks that texts come back."""
+"""Trains a BPE tokenizer on a corpus (as preprocess_data.py reads it) and checks that texts come back."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import os
 from pathlib import Path
 
 from megnorm.data.command import run_tool
-from megnorm.data.tokenizer_training import train_sentencepiece
+from megnorm.data.tokenizer_training import train_hf_bpe, train_sentencepiece
+
+TRAINERS = {"SentencePieceTokenizer": train_sentencepiece, "HFTokenizer": train_hf_bpe}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--input", nargs="+", required=True, metavar="FILE", help="JSONL files or glob patterns"
+        "--input", nargs="+", required=True, metavar="FILE", help="files, folders or glob patterns"
     )
     parser.add_argument(
         "--json-key", default="text", metavar="KEY", help="where the text is (default: %(default)s)"
@@ -21,7 +23,15 @@ def main() -> int:
     parser.add_argument(
         "--vocab-size", type=int, default=4096, metavar="V", help="tokens (default: %(default)s)"
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="PREFIX", help="writes PREFIX.model")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="PREFIX", help="writes PREFIX.model or PREFIX.json"
+    )
+    parser.add_argument(
+        "--tokenizer-type",
+        choices=TRAINERS,
+        default="SentencePieceTokenizer",
+        help="SentencePiece BPE, or byte-level BPE of Hugging Face's tokenizers (default: %(default)s)",
+    )
     parser.add_argument(
         "--megabytes",
         type=float,
@@ -36,7 +46,7 @@ def main() -> int:
     def say(message: str) -> None:
         print(message, flush=True)
 
-    report = train_sentencepiece(
+    report = TRAINERS[args.tokenizer_type](
         args.input, args.output, args.vocab_size, args.json_key, args.megabytes, args.seed, args.workers, say
     )
     say(

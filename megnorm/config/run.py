@@ -64,6 +64,11 @@ class DataConfig(Section):
     def _sources(cls, value: Any) -> Any:
         return _as_sources(value)
 
+    @field_validator("changes", mode="before")
+    @classmethod
+    def _changes(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
     @field_validator("split", mode="before")
     @classmethod
     def _fractions(cls, value: Any) -> Any:
@@ -89,11 +94,6 @@ class DataConfig(Section):
             raise ValueError(f"cache={self.cache} goes with packing=none: packed orders are computed anew")
         if self.blend == "epochs" and self.changes:
             raise ValueError("blend=epochs counts over the whole run, so it can't have changes")
-        for sources in (self.train, self.valid, self.test, self.sources, *(c.sources for c in self.changes)):
-            names = [prefix for _, prefix in sources or ()]
-            twice = next((name for name in names if names.count(name) > 1), None)
-            if twice:
-                raise ValueError(f"{twice} stands twice in one blend; give it one weight")
         at = [change.at_sample for change in self.changes]
         if at != sorted(set(at)):
             raise ValueError(f"changes at samples {at}: must rise")

@@ -177,6 +177,14 @@ class Blend:
         out[used] += mixture.counts(samples - self.phases[number].first)
         return out
 
+    def expected(self, samples: int) -> np.ndarray:
+        """f8 [datasets]: the shares of the first `samples` samples; `counts` is within 1 a phase of them."""
+        ends = [phase.first for phase in self.phases[1:]] + [samples]
+        out = np.zeros(len(self.datasets))
+        for phase, end, (used, mixture) in zip(self.phases, ends, self._parts, strict=True):
+            out[used] += mixture.weights * max(0, min(end, samples) - phase.first)
+        return out
+
     def _phase(self, sample: int) -> int:
         """The phase of a sample, among those whose beginnings are counted."""
         known = self.phases[: len(self._before)]

@@ -65,8 +65,7 @@ def _train(config: Config) -> tuple[SampleSource, list[str]]:
     phases = [(0, first), *((change.at_sample, change.sources) for change in data.changes)]
     prefixes = list(dict.fromkeys(prefix for _, sources in phases for _, prefix in sources))
     given = [
-        [{name: weight for weight, name in sources}.get(prefix, 0.0) for prefix in prefixes]
-        for _, sources in phases
+        [sum(w for w, name in sources if name == prefix) for prefix in prefixes] for _, sources in phases
     ]
     whole = sum(given[0])
     datasets = [
@@ -82,7 +81,7 @@ def _train(config: Config) -> tuple[SampleSource, list[str]]:
     if len(datasets) > 1:
         firsts = (at for at, _ in phases)
         stream = Blend(datasets, *(Phase(at, tuple(w)) for at, w in zip(firsts, weights, strict=True)))
-        counts = stream.counts(samples).tolist()
+        counts = [round(count) for count in stream.expected(samples)]
     plans = [SourcePlan(*row) for row in zip(prefixes, given[-1], counts, per_epoch, strict=True)]
     check_plan(plans, data.max_epochs)
     return stream, plan_lines("train", plans, data.sequence_length)

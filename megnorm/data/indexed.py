@@ -79,8 +79,8 @@ class IndexedDataset:
     """Read-only, memory-mapped view of `<prefix>.bin` and `<prefix>.idx`.
 
     Attributes: `lengths` i32 [N] tokens of each sequence; `offsets` i64 [N] byte offset of each sequence in
-    .bin; `documents` i64 [D + 1] boundaries in sequences; `dtype` of the tokens; `has_modes` whether the
-    index ends with the modes of the sequences, which nothing here reads.
+    .bin; `documents` i64 [D + 1] boundaries in sequences; `tokens` all of them, of `dtype`; `has_modes`
+    whether the index ends with the modes of the sequences, which nothing here reads.
 
     Nothing in the files is believed before it is checked: sizes against the header before anything is
     mapped, then lengths, offsets and boundaries. Raises DataError, naming the file and the rule.
@@ -102,7 +102,7 @@ class IndexedDataset:
                 f"{self._bin}: {bin_size} bytes, but {self._idx.name} describes {tokens} tokens of "
                 f"{self.dtype.itemsize} bytes = {tokens * self.dtype.itemsize}; the file is cut or foreign"
             )
-        self._tokens = self._map(self._bin, 0, tokens, self.dtype)
+        self.tokens = self._map(self._bin, 0, tokens, self.dtype)
         if idx_size <= _DIGEST_BYTES:
             self.check_digest()
 
@@ -194,12 +194,17 @@ class IndexedDataset:
     @property
     def num_tokens(self) -> int:
         """Number of tokens in all sequences."""
-        return len(self._tokens)
+        return len(self.tokens)
 
     def largest_id(self, tokens: int = 1 << 26) -> int:
         """The largest id among the first `tokens` tokens; -1 without tokens."""
-        head = self._tokens[:tokens]
-        return max((int(head[a : a + _BLOCK].max()) for a in range(0, len(head), _BLOCK)), default=-1)
+        head = range(0, min(tokens, len(self.tokens)), _BLOCK)
+        return max((int(self.tokens[a : min(a + _BLOCK, tokens)].max()) for a in head), default=-1)
+
+    def token_blocks(self) -> Iterator[tuple[int, np.ndarray]]:
+        """(number of its first token, tokens) of blocks of all tokens."""
+        for a in range(0, len(self.tokens), _BLOCK):
+            yield a, self.tokens[a : a + _BLOCK]
 
     def read(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Tokens [offset, offset + length) of one sequence, to its end without `length`; a read-only view."""
@@ -213,7 +218,7 @@ class IndexedDataset:
         if first == last:
             if offset or length:
                 raise IndexError(f"document {document} of {self.prefix} is empty")
-            return self._tokens[:0]
+            return self.tokens[:0]
         return self._read_run(first, last, offset, length)
 
     def _read_run(self, first: int, last: int, offset: int, length: int | None) -> np.ndarray:
@@ -224,7 +229,7 @@ class IndexedDataset:
         stop = end if length is None else start + offset + length
         if not (0 <= offset and start + offset <= stop <= end):
             raise IndexError(f"tokens {offset} to {stop - start} of {end - start}, sequence {first}")
-        return self._tokens[start + offset : stop]
+        return self.tokens[start + offset : stop]
 
     def document_lengths(self, first: int = 0, last: int | None = None) -> np.ndarray:
         """Tokens of the documents [first, last): i32 or i64 [last - first]."""

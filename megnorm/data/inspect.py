@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from megnorm.data.errors import DataError
 from megnorm.data.indexed import IndexedDataset
+from megnorm.data.lengths import LengthSummary, describe_quantiles, summarize_lengths
 from megnorm.data.meta import DatasetMeta, file_sha256, read_meta
 from megnorm.data.tokenizers import Tokenizer, load_tokenizer
 
-_QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
+_BLOCK = 1 << 20
+_BAR = 50
 
 
 def describe(prefix: str) -> str:
@@ -19,12 +19,10 @@ def describe(prefix: str) -> str:
         f"{prefix}: {dataset.num_documents:,} documents, {len(dataset):,} sequences, "
         f"{dataset.num_tokens:,} tokens of {dataset.dtype.name}"
     ]
-    lengths = dataset.document_lengths()
-    if len(lengths):
-        values = np.quantile(lengths, _QUANTILES, method="nearest")
-        parts = [f"{q:.0%}: {int(v):,}" for q, v in zip(_QUANTILES, values, strict=True)]
-        lines.append(f"tokens a document, quantiles   {'   '.join(parts)}   mean: {lengths.mean():,.1f}")
-        lines.append(f"empty documents                {int(np.count_nonzero(lengths == 0)):,}")
+    summary = dataset_lengths(dataset)
+    if summary.documents:
+        lines.append(f"tokens a document, quantiles   {describe_quantiles(summary)}")
+        lines.append(f"empty documents                {summary.empty:,}")
     lines += _describe_meta(prefix, meta)
     return "\n".join(lines)
 
@@ -42,6 +40,27 @@ def _describe_meta(prefix: str, meta: DatasetMeta | None) -> list[str]:
         f"skipped lines                  {meta.skipped:,}",
     ]
     return out + [f"source                         {s['path']}, {s['bytes']:,} bytes" for s in meta.sources]
+
+
+def dataset_lengths(dataset: IndexedDataset) -> LengthSummary:
+    """The lengths of a dataset's documents, counted block by block."""
+    count = dataset.num_documents
+    return summarize_lengths(
+        dataset.document_lengths(a, min(a + _BLOCK, count)) for a in range(0, count, _BLOCK)
+    )
+
+
+def histogram(prefix: str) -> str:
+    """Documents by length, as bars over powers of two."""
+    rows = dataset_lengths(IndexedDataset(prefix)).histogram()
+    most = max((count for _, _, count in rows), default=0)
+    names = [f"{a:,}" if a == b else f"{a:,} - {b:,}" for a, b, _ in rows]
+    width = max(map(len, names), default=0)
+    lines = [f"{'tokens':>{width}}  documents"]
+    for name, (_, _, count) in zip(names, rows, strict=True):
+        bar = "#" * -(-count * _BAR // max(most, 1))
+        lines.append(f"{name:>{width}}  {count:>11,}  {bar}".rstrip())
+    return "\n".join(lines)
 
 
 def dataset_tokenizer(prefix: str) -> Tokenizer:
