@@ -3,7 +3,9 @@
 from setuptools import find_packages, setup
 
 PLOT = ["matplotlib", "scipy"]
-PREPROCESS = ["tokenizers", "tiktoken", "zstandard", "pyarrow"]
+PREPROCESS = ["tokenizers", "tiktoken", "gigatoken", "zstandard", "pyarrow"]
+# Tests compare with it; it has wheels for Linux only.
+MEGATRON = 'megatron-core; sys_platform == "linux"'
 HF = ["transformers", "tokenizers"]
 
 setup(
@@ -31,7 +33,7 @@ setup(
         "hf": HF,
         "eval": ["lm-eval", *HF],
         "plot": PLOT,
-        "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", *PREPROCESS, *HF, *PLOT],
+        "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", MEGATRON, *PREPROCESS, *HF, *PLOT],
     },
     entry_points={"console_scripts": ["megnorm = megnorm.cli:main"]},
 )
