@@ -33,7 +33,7 @@ def train_in_process(path: str, dies_in: int | None) -> int:
 
     prepared = prepare(path, [], dist.get_world_size(), "auto")
     start(torch.device("cpu"), 60)
-    running = open_run(prepared, "auto", make_groups(prepared.layout, torch.device("cpu")), StopRequest())
+    running = open_run(prepared, "auto", make_groups(prepared.layout, torch.device("cpu"), prepared.config.model.kv_heads), StopRequest())
     try:
         return train(running, report)
     except Died:
