@@ -11,6 +11,7 @@ from megnorm.engine.optimizer import adamw
 from megnorm.engine.pipeline import make_stage
 from megnorm.model.decoder import Decoder, Layer, TokenLoss, decoder_layers, tied_logits
 from megnorm.model.init import initialise
+from megnorm.model.norm import check_device
 from megnorm.model.scale import StepClock
 from megnorm.norms import placement_of
 from megnorm.parallel.groups import Groups
@@ -23,6 +24,7 @@ def build_module(config: Config, groups: Groups) -> nn.Module:
     It carries what the engine drives: ``clock``, the training step, and ``token_loss``.
     """
     model, clock = config.model, StepClock()
+    check_device(model.norm.backend, groups.device)
     placement = placement_of(model)
     layers = decoder_layers(model, placement, config.parallel.recompute, groups.tp, groups.cp, clock)
     loss = TokenLoss(model.vocab_size, groups.tp, model.z_loss)

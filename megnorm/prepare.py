@@ -9,6 +9,7 @@ from megnorm.checkpoint.storage import read_manifest
 from megnorm.config import Config, ConfigError, load_config
 from megnorm.data.datasets import Datasets, open_datasets, tokenizer_meta
 from megnorm.norms import with_placement
+from megnorm.norms.backends import check_backend
 from megnorm.plan.layout import Layout, check_layout, make_layout
 from megnorm.plan.schedule import check_schedule
 
@@ -32,6 +33,7 @@ def prepare(path: str, overrides: list[str], world: int, resume: str) -> Prepare
     layout = make_layout(config, world)
     check_layout(config, layout)
     check_schedule(config)
+    check_backend(config.model.norm.backend)
     datasets = open_datasets(config)
     if config.train.eval_every and datasets.valid is None:
         raise ConfigError(f"train.eval_every={config.train.eval_every} needs validation data: name data.valid, "

@@ -14,6 +14,7 @@ from megnorm.config import dump_config
 from megnorm.engine.settings import zero_stage
 from megnorm.engine.start import device_for, finish, start
 from megnorm.loop import Run, StopRequest, as_tensors, step_batches, train
+from megnorm.model.norm import kernels_used
 from megnorm.model.profile import has_profiled_scales, profile
 from megnorm.observe.console import Console, NullConsole
 from megnorm.observe.metrics import MetricsWriter, NullSink
@@ -72,7 +73,7 @@ def open_run(prepared: Prepared, resume: str, groups: Groups, stop: StopRequest)
     if first:
         write_config(Path(config.run_dir), dump_config(config))
         sinks = [MetricsWriter(config.run_dir, step), open_tensorboard(config, step)]
-        console.first_page(peak, step)
+        console.first_page(peak, step, {"norm kernels": "\n".join(kernels_used(module))})
     for note in notes:
         console.note(note)
     dist.barrier()

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from megnorm.config.base import ConfigError
 from megnorm.config.placement import HeadNorm, Norm
 from megnorm.model.kernels import affine, kernel_for, wide_dtype
 from megnorm.parallel.sharding import Constant
@@ -49,11 +50,11 @@ class LocalNorm(Learned):
     def __init__(self, name: str, norm: Norm, width: int, *, tp: Alone, make: Make | None = None,
                  shape: tuple[int, ...] | None = None, backend: str = "auto"):
         """make: default, on the hidden stream. shape of gain and bias: [width], or [groups, width]."""
-        factor = 1.0
+        factor, kind = 1.0, norm.kind
         if norm.kind == "l2":  # x / sqrt(sum(x^2) + eps) = x / sqrt(mean(x^2) + eps / n) / sqrt(n)
             norm, factor = norm.model_copy(update={"kind": "rms", "eps": norm.eps / width}), width**-0.5
         super().__init__(name, norm, shape or (width,), make or tp.on_stream, tp, factor)
-        self.width = width
+        self.kind, self.width = kind, width
         self.backend, self.kernel = kernel_for(norm.kind, backend)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,7 +74,8 @@ class SpanningNorm(Learned):
         """slices: pieces that x can be cut into; with fewer than ranks, each piece is counted once."""
         slices = min(slices or tp.size, tp.size)
         super().__init__(name, norm, (width,), partial(tp.parameter, dim=0, slices=slices), tp)
-        self.backend, self.copies, self.width = "torch", tp.size // slices, width
+        self.backend, self.copies = "torch", tp.size // slices
+        self.kind, self.width = norm.kind, width
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(wide_dtype(x))
@@ -96,7 +98,7 @@ class DyT(Learned):
                  shape: tuple[int, ...] | None = None, make_alpha: Make | None = None):
         """The gain is [groups, width] or [width] on x [..., groups * width]; alpha is a scalar [1]."""
         super().__init__(name, norm, shape or (width,), make or tp.on_stream, tp)
-        self.backend, self.width = "torch", width
+        self.backend, self.kind, self.width = "torch", norm.kind, width
         make_alpha = make_alpha or tp.on_stream
         self.alpha = make_alpha(f"{name}.alpha", (1,), role="norm", init=Constant(norm.alpha_init))
 
@@ -156,3 +158,21 @@ def _sharded_norm(name: str, norm: Norm, width: int, tp: Alone, slices: int, bac
 def _sliced(tp: Alone, slices: int) -> Make:
     """Makes parameters that are cut along their first dimension."""
     return partial(tp.parameter, dim=0, slices=min(slices, tp.size))
+
+
+def kernels_used(module: nn.Module) -> list[str]:
+    """One line for each kind and width of norm on this rank: how many there are, and what computes them."""
+    counts: dict[str, int] = {}
+    for norm in module.modules():
+        if isinstance(norm, Learned):
+            where = ", statistic over tensor-parallel ranks" if isinstance(norm, SpanningNorm) else ""
+            line = f"{norm.kind} over {norm.width}: {norm.backend}{where}"
+            counts[line] = counts.get(line, 0) + 1
+    return [f"{count} x {line}" for line, count in sorted(counts.items())]
+
+
+def check_device(backend: str, device: torch.device) -> None:
+    """Raise ConfigError where the backend has no kernels for this device."""
+    if backend == "apex" and device.type != "cuda":
+        raise ConfigError(f"model.norm.backend=apex computes on CUDA devices only, and this run is on {device.type}; "
+                          "take auto, torch or compile")
