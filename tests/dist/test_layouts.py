@@ -34,6 +34,7 @@ ENGINES = {
     "tp4_kv2": (4, {"parallel__tp": 4}),
     "tp4_kv1_sp_zero0": (4, {"parallel__tp": 4, "parallel__sp": True, "parallel__zero_stage": 0,
                              "model__kv_heads": 1}),
+    "tp8_kv2_sp": (8, {"parallel__tp": 8, "parallel__sp": True, "model__heads": 8}),
     "cp2": (2, {"parallel__cp": 2}),
     "cp2_dp2_zero3": (4, {"parallel__cp": 2, "parallel__zero_stage": 3}),
     "cp2_tp2_sp": (4, {"parallel__cp": 2, "parallel__tp": 2, "parallel__sp": True, "model__kv_heads": 4}),
