@@ -17,13 +17,11 @@ from megnorm.data.batches import Batch, digest_text, evaluation_batches, micro_b
 from megnorm.data.datasets import Datasets
 from megnorm.engine.engine import Engine, MicroBatch
 from megnorm.engine.replicas import unequal_replicas
+from megnorm.exits import EXIT_FAILURE, EXIT_NO_SPACE, EXIT_STOPPED
 from megnorm.observe.humanize import duration
 from megnorm.parallel.groups import Groups
 from megnorm.plan.flops import model_flops_utilization
 from megnorm.plan.schedule import learning_rate
-
-EXIT_NO_SPACE = 74
-EXIT_STOPPED = 75
 
 
 class RunFailed(RuntimeError):
@@ -157,14 +155,14 @@ def check_replicas(run: Run) -> None:
     if unequal:
         raise RunFailed(f"step {run.step}: {len(unequal)} parameters differ between ranks that must hold them alike: "
                         f"{'; '.join(unequal[:5])}{'; ...' if len(unequal) > 5 else ''}. The run is not what it seems; "
-                        f"the checkpoint of step {run.saved_step} is the last one", 1)
+                        f"the checkpoint of step {run.saved_step} is the last one", EXIT_FAILURE)
 
 
 def diverged(run: Run, loss: float, grad_norm: float) -> NoReturn:
     """A number that no step can mend: stop before it reaches a checkpoint."""
-    last = f"the checkpoint of step {run.saved_step} is the last good one" if run.saved_step else "nothing was saved yet"
+    last = f"step {run.saved_step} is the last good checkpoint" if run.saved_step else "nothing was saved yet"
     raise RunFailed(f"step {run.step}: loss {loss}, gradient norm {grad_norm}; {last}. A lower learning rate or a "
-                    "longer warm-up may help", 1)
+                    "longer warm-up may help", EXIT_FAILURE)
 
 
 def evaluate(run: Run, split: str) -> float:

@@ -60,7 +60,8 @@ def make_run_dir(config: Config) -> None:
         with tempfile.TemporaryFile(dir=config.run_dir):
             pass
     except OSError as error:
-        raise ConfigError(f"run_dir={config.run_dir} can't be written ({error.strerror}): name another folder") from None
+        raise ConfigError(f"run_dir={config.run_dir} can't be written ({error.strerror}): "
+                          "name another folder") from None
 
 
 def check_run_dir(config: Config, resume: str) -> list[str]:

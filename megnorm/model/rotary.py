@@ -7,7 +7,8 @@ from torch import Tensor
 class Rotary:
     """Turns channel pairs (i, i + e/2) of position p by the angle p * theta^(-2i/e), taken in fp32.
 
-    part: the tokens at hand are this part of their sequences, counted from 0 (context parallelism). Holds no parameters or buffers, so that no cast of a model can touch the angles.
+    part: the tokens at hand are this part of their sequences, counted from 0 (context parallelism).
+    It holds no parameters or buffers, so that no cast of a model can touch the angles.
     """
 
     def __init__(self, head_size: int, theta: float, part: int = 0):

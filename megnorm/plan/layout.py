@@ -62,7 +62,7 @@ def make_layout(config: Config, world: int) -> Layout:
     model_ranks = parallel.tp * parallel.pp * parallel.cp
     factors = f"parallel.tp={parallel.tp} x pp={parallel.pp}" + (f" x cp={parallel.cp}" if parallel.cp > 1 else "")
     if world % model_ranks:
-        fits = [n for n in range(model_ranks, 4 * world + model_ranks, model_ranks)][:3]
+        fits = [model_ranks, 2 * model_ranks, 3 * model_ranks]
         raise ConfigError(f"a world of {world} processes doesn't fit {factors}: it must be a multiple of "
                           f"{model_ranks}, such as {fits}")
     replicas = world // model_ranks

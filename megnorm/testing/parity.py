@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megnorm.config import Config
+from megnorm.config.run import ParallelConfig
 from megnorm.parallel.groups import Groups, make_groups
 from megnorm.plan.layout import Layout, make_layout
 
@@ -118,8 +119,7 @@ def _reference(config: Config, phase: Phase, jitter: float) -> dict[str, Any]:
     from megnorm.engine.optimizer import is_decayed
 
     config = _decay(config, phase)
-    alone = config.parallel.model_copy(update={"tp": 1, "sp": False, "pp": 1, "cp": 1, "dp": 1, "stages": None, "recompute": "none"})
-    module = build_module(config.model_copy(update={"parallel": alone}),
+    module = build_module(config.model_copy(update={"parallel": ParallelConfig()}),
                           make_groups(Layout(1, 1, 1), torch.device("cpu")))
     perturb(module.parameters())
     start = {p.sharding.name: p.detach().numpy().copy() for p in module.parameters()}

@@ -19,7 +19,8 @@ class RankFailed(AssertionError):
     """A rank raised, died or did not end in time; the message holds its traceback."""
 
 
-def run_ranks(function: Callable, world: int, *args: Any, timeout: float = 120.0, backend: str = "gloo") -> list[Any]:
+def run_ranks(function: Callable, world: int, *args: Any, timeout: float = 120.0,
+              backend: str = "gloo") -> list[Any]:
     """Call ``function(*args)`` on ``world`` ranks with the default process group initialised.
 
     ``function`` must be importable (module level). Returns the results in rank order; raises RankFailed
