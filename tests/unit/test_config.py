@@ -1,5 +1,7 @@
 """Configuration: what is accepted, what a mistake is answered with, and that a dump reads back equal."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from megnorm.config import ConfigError, dump_config, load_config, parse_config
 from megnorm.config.config import read_yaml
-from megnorm.norms import resolve, select_layers
+from megnorm.norms import placement_of, resolve, select_layers
 
 TEXT = """\
 run_dir: runs/a
@@ -384,3 +386,13 @@ def test_a_dump_is_read_alike_by_any_yaml_reader(load):
 def test_a_configuration_can_not_be_changed(load):
     with pytest.raises(ValueError, match="frozen"):
         load().seed = 3
+
+
+SHIPPED = sorted(Path(__file__).resolve().parents[2].glob("configs/**/*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_every_shipped_configuration_reads_back_equal(path):
+    config = load_config(path)
+    placement_of(config.model)
+    assert parse_config(read_yaml(dump_config(config), "dump")) == config
