@@ -61,7 +61,7 @@ def test_tensor_parallel_ranks_are_neighbours():
     ({"tp": 4}, 6, "a world of 6 processes doesn't fit parallel.tp=4 x pp=1: it must be a multiple of 4, "
                    "such as [4, 8, 12]"),
     ({"tp": 2, "pp": 2}, 2, "a world of 2 processes doesn't fit parallel.tp=2 x pp=2: it must be a multiple "
-                            "of 4, such as [4, 8]"),
+                            "of 4, such as [4, 8, 12]"),
     ({"tp": 2, "dp": 3}, 4, "parallel.dp=3 doesn't fit: 4 processes / (parallel.tp=2 x pp=1) = 2; leave dp "
                             "out, or start 6 processes"),
 ])
