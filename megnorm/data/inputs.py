@@ -91,12 +91,11 @@ def _datasets_files(folder: Path) -> list[Path]:
     try:
         state = json.loads((folder / "state.json").read_bytes())
         names = [entry["filename"] for entry in state["_data_files"]]
-        if state.get("_indices_files"):
-            raise DataError(
-                f"{folder}: its rows are chosen by an index; call flatten_indices() and save it again"
-            )
+        chosen = state.get("_indices_files")
     except (ValueError, KeyError, TypeError):
         raise DataError(f"{folder}/state.json: not written by datasets' save_to_disk") from None
+    if chosen:
+        raise DataError(f"{folder}: an index chooses its rows; call flatten_indices() and save it again")
     if any(os.path.basename(name) != name for name in names):
         raise DataError(f"{folder}/state.json: names a file outside of its folder")
     return [folder / name for name in names]
@@ -134,7 +133,7 @@ def plan_pieces(files: Sequence[Path], format: str = "auto", rank: int = 0, worl
             pieces.append(Piece(str(file), kind, disk_bytes=size))
         elif kind == "jsonl" and file.suffix not in _PACKED:
             a, b = max(first - at, 0), min(last - at, size)
-            if a < b:
+            if a < b or (size == 0 and first <= at < last):
                 pieces.append(Piece(str(file), kind, a, b, b - a))
         elif kind == "parquet":
             pieces += _row_groups(file, size, first - at, last - at)

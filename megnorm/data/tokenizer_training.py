@@ -203,8 +203,8 @@ def _train_hf(pieces: Iterator[str], vocab_size: int, threads: int) -> bytes:
     model.train_from_iterator(pieces, trainer)
     if model.get_vocab_size() < vocab_size:
         raise DataError(
-            f"--vocab-size {vocab_size}: the texts give only {model.get_vocab_size()} tokens; take more text, "
-            f"or a smaller vocabulary"
+            f"--vocab-size {vocab_size}: the texts give only {model.get_vocab_size()} tokens; take more "
+            f"text, or a smaller vocabulary"
         )
     return (model.to_str(pretty=True) + "\n").encode()
 

@@ -24,7 +24,7 @@ def verify(prefix: str, vocab_size: int | None = None) -> tuple[list[str], list[
     except DataError as error:
         return [], [str(error)]
     held = [
-        f"index: sizes, offsets, boundaries; {len(dataset):,} sequences in {dataset.num_documents:,} documents"
+        f"index: sizes, offsets, bounds; {len(dataset):,} sequences in {dataset.num_documents:,} documents"
     ]
     faults: list[str] = []
     limit = vocab_size or (meta.tokenizer.vocab_size if meta else None)
@@ -80,8 +80,8 @@ def _ids(dataset: IndexedDataset, limit: int | None) -> list[str] | None:
             at = int(np.argmax(wrong))
             place = _document_of(dataset, start + at)
             return [
-                f"{dataset.prefix}.bin: token id {block[at]} at token {start + at:,} (document {place:,}), must "
-                f"be 0 to {limit - 1}"
+                f"{dataset.prefix}.bin: token id {block[at]} at token {start + at:,} (document {place:,}), must"
+                f" be 0 to {limit - 1}"
             ]
     return []
 
@@ -113,7 +113,7 @@ def _ends(dataset: IndexedDataset, meta: DatasetMeta | None, end: int | None) ->
     found = sum(int(np.count_nonzero(block == end)) for _, block in dataset.token_blocks())
     if found != filled or found != meta.eod_tokens:
         return [
-            f"{dataset.prefix}: {found:,} end-of-document tokens, but {filled:,} documents that aren't empty, "
+            f"{dataset.prefix}: {found:,} end-of-document tokens, but {filled:,} documents with tokens "
             f"and {meta.eod_tokens:,} in the sidecar"
         ]
     return []
