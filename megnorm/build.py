@@ -23,7 +23,7 @@ def build_module(config: Config, groups: Groups) -> nn.Module:
 
     It carries what the engine drives: ``clock``, the training step, and ``token_loss``.
     """
-    model, clock = config.model, StepClock()
+    model, clock = config.model, StepClock(0)
     check_device(model.norm.backend, groups.device)
     placement = placement_of(model)
     layers = decoder_layers(model, placement, config.parallel.recompute, groups.tp, groups.cp, clock)

@@ -69,7 +69,7 @@ def decoder_layers(model: ModelConfig, placement: Placement, recompute: str, tp:
     """Embedding, its scale and norm, blocks, final norm, output, soft-cap; less what is absent.
 
     cp: context-parallel ranks, by default this one alone. clock: the training step, for factors that depend on
-    it; by default one that stands at 0.
+    it; by default they are as after the last.
     """
     cp, clock = cp or WholeContext(), clock or StepClock()
     core = cp.around(make_core(placement.attention_scale, placement.attention_softcap))

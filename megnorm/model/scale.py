@@ -1,5 +1,6 @@
 """Factors of the sublayer equation: constant, learned, growing with the training step."""
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -11,14 +12,14 @@ from megnorm.parallel.tensor import Alone
 
 @dataclass
 class StepClock:
-    """The training step that a model is in, from 1; 0 before the first.
+    """The training step that a model is in, from 1; 0 before the first; infinite: as after the last.
 
     Made once per model and handed to the modules that depend on it. Whoever runs the model sets it: the
     engine before a step and before an evaluation (which happens in the step just done), so that pipeline
     stages, recomputed blocks, evaluations and resumed runs all see the same number.
     """
 
-    step: int = 0
+    step: float = math.inf
 
     def ramp(self, steps: int) -> float:
         """min(step / steps, 1): from 0 to 1 over the first ``steps`` steps."""

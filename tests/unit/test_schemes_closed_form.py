@@ -123,6 +123,22 @@ def test_z_loss_trains_and_is_recorded(scheme):
     assert module.loss.meter.take() == {}  # nor does an evaluation record it
 
 
+def test_factors_that_grow_with_the_step_are_whole_in_a_finished_model():
+    """Without a clock; at step 0 of a run no branch has begun."""
+    model = model_config(layers=2, norm={"scheme": "prores", "options": {"steps": 5}})
+    tokens, _ = tokens_of(model)
+    logits = {}
+    for clock in (None, StepClock(5 * 2), StepClock(0), StepClock(4)):
+        layers = decoder_layers(model, placement_of(model), "none", Alone(), clock=clock)
+        module = Decoder(layers, TokenLoss(model.vocab_size, Alone()))
+        initialise(module.parameters(), seed=5)
+        logits[clock and clock.step] = module(tokens)
+    assert torch.equal(logits[None], logits[10])
+    x = module.layers[0](tokens)
+    assert torch.allclose(logits[0], module.layers[-1](module.layers[-2](x)))
+    assert relative(logits[4], logits[10]) > 1e-3
+
+
 # Slots that no scheme uses: x + F(N(x)) with one of them added, by its equation.
 
 def everywhere(attention=None, ffn=None, **rest):
@@ -210,6 +226,18 @@ SLOTS = {
                                        f"{a.name}.in_norm.gain": 0.5 * a["in_norm.gain"]}, a.name, a.norm),
                                       f, x, l, L, norms="q"))),
 }
+
+
+@pytest.mark.parametrize("case", [*sorted(SCHEMES), *SLOTS])
+def test_bf16_stays_near(case):
+    """The same model in bf16: its dtype, and values within what its rounding allows."""
+    model, module = built(SLOTS[case][0] if case in SLOTS else case)
+    tokens, _ = tokens_of(model)
+    with torch.no_grad():
+        right = module(tokens)
+        logits = module.bfloat16()(tokens)
+    assert logits.dtype == torch.bfloat16
+    assert relative(logits.double(), right) < 0.05
 
 
 @pytest.mark.parametrize("slot", SLOTS)
