@@ -141,7 +141,7 @@ class Command:
         deadline = time.monotonic() + seconds
         while not seen():
             assert time.monotonic() < deadline, f"no step {step} within {seconds} s"
-            time.sleep(0.005)
+            time.sleep(0.002)
 
     def end(self) -> None:
         """SIGKILL to all of it."""

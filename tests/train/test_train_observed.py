@@ -9,7 +9,8 @@ import yaml
 from small_run import STEPS, raw_config, rows, run, write_config
 
 from megnorm.checkpoint.storage import candidates
-from megnorm.config import load_config, parse_config
+from megnorm.config import load_config
+from megnorm.prepare import prepare
 
 
 def test_metrics_hold_what_is_promised(undisturbed: Path) -> None:
@@ -72,8 +73,12 @@ def test_tensorboard_holds_the_curves(undisturbed: Path) -> None:
     ]
 
 
-def test_the_configuration_is_kept_whole(data: Path, undisturbed: Path) -> None:
-    assert load_config(undisturbed / "config.yaml") == parse_config(raw_config(data, undisturbed))
+def test_the_configuration_is_kept_whole(data: Path, undisturbed: Path, tmp_path: Path) -> None:
+    kept = load_config(undisturbed / "config.yaml")
+    given = write_config(tmp_path / "config.yaml", raw_config(data, undisturbed))
+    assert prepare(str(given), [], 2, "auto").config == kept
+    again = prepare(str(undisturbed / "config.yaml"), [], 2, "auto")
+    assert again.config == kept and not again.changes
     assert yaml.safe_load((undisturbed / "config.yaml").read_text())["optimizer"]["betas"] == [0.9, 0.95]
 
 
