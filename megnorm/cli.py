@@ -131,6 +131,22 @@ def fit(
     typer.echo("\n".join(fit_command(results, form, budget or None, draws, output)))
 
 
+@app.command()
+def sweep(
+    words: Annotated[list[str], typer.Argument(
+        metavar="SWEEP.yaml | status SWEEP.yaml | run CELL", help="A sweep to start or continue; its table; one cell.")],
+    backend: Annotated[str, typer.Option(help="local, slurm (job arrays) or print (the commands).")] = "local",
+    max_parallel: Annotated[int, typer.Option(help="Cells at a time.")] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print costs and scripts, and write nothing.")] = False,
+    job: Annotated[str, typer.Option(help="Number of the Slurm job, for the cell's status.")] = "",
+) -> None:
+    """Run a grid of configurations; the same command again continues. Exit code 0 all done, 1 some failed."""
+    from megnorm.scaling.commands import sweep_command
+
+    raise typer.Exit(sweep_command(words, backend, max_parallel, dry_run, job, with_vocabulary, os.environ,
+                                   launcher.usable_cores()))
+
+
 def spread_layouts(arguments: list[str]) -> list[str]:
     """``--layouts A B C`` as ``--layouts A --layouts B --layouts C``, the form that the parser knows."""
     spread, following = [], False

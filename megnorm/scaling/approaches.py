@@ -85,6 +85,4 @@ def distinct(values: np.ndarray, gap: float) -> int:
 
 def _frontier(budgets: np.ndarray | list, sizes: np.ndarray | list, caveat: str) -> Frontier:
     exponent = float(np.polyfit(budgets, sizes, 1)[0])
-    return Frontier(
-        exponent, caveat, "", [float(x) for x in np.exp(budgets)], [float(x) for x in np.exp(sizes)]
-    )
+    return Frontier(exponent, caveat, "", [float(x) for x in np.exp(budgets)], [float(x) for x in np.exp(sizes)])

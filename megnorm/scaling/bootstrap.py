@@ -36,13 +36,11 @@ def check_data(form: Form, points: Points, who: str) -> None:
         )
     if budgets < 3:
         raise ScalingError(
-            f"{who}: {budgets} number{'s' * (budgets != 1)} of tokens {what}: at least 3 are needed; add "
-            "token budgets"
+            f"{who}: {budgets} number{'s' * (budgets != 1)} of tokens {what}: at least 3 are needed; add token budgets"
         )
     if len(points) <= form.parameters:
         raise ScalingError(
-            f"{who}: {len(points)} runs {what}: its {form.parameters} parameters need at least "
-            f"{form.parameters + 1}"
+            f"{who}: {len(points)} runs {what}: its {form.parameters} parameters need at least {form.parameters + 1}"
         )
     line = np.polyfit(points.n, points.d, 1)
     if np.std(points.d - np.polyval(line, points.n)) < MIN_SPREAD:

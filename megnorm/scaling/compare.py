@@ -31,14 +31,9 @@ class Comparison:
     reason: str = ""
 
 
-def compare(
-    schemes: dict[str, list[Result]], form: Form, count: str, budgets: list[float], draws: int
-) -> list[dict]:
+def compare(schemes: dict[str, list[Result]], form: Form, count: str, budgets: list[float], draws: int) -> list[dict]:
     """All pairs of schemes."""
-    return [
-        asdict(_pair(one, other, schemes, form, count, budgets, draws))
-        for one, other in combinations(schemes, 2)
-    ]
+    return [asdict(_pair(one, other, schemes, form, count, budgets, draws)) for one, other in combinations(schemes, 2)]
 
 
 def matched(first: list[Result], second: list[Result]) -> list[tuple[Result, Result]]:
@@ -58,9 +53,7 @@ def matched(first: list[Result], second: list[Result]) -> list[tuple[Result, Res
     return pairs
 
 
-def _pair(
-    one: str, other: str, schemes: dict, form: Form, count: str, budgets: list[float], draws: int
-) -> Comparison:
+def _pair(one: str, other: str, schemes: dict, form: Form, count: str, budgets: list[float], draws: int) -> Comparison:
     pairs = matched(schemes[one], schemes[other])
     if len(pairs) < 3:
         return Comparison(
@@ -98,18 +91,14 @@ def _pair(
     )
 
 
-def _at_budgets(
-    one: str, other: str, sides: list[Points], form: Form, budgets: list[float], drawn: list
-) -> list[dict]:
+def _at_budgets(one: str, other: str, sides: list[Points], form: Form, budgets: list[float], drawn: list) -> list[dict]:
     """Both laws refitted on the same draws of pairs: what the runs share cancels in the difference."""
     fits = [fit_law(form, side) for side in sides]
     refits = [bootstrap(fit, side, drawn) for fit, side in zip(fits, sides, strict=True)]
     largest, rows = float(np.exp(sides[0].c.max())), []
     for budget in budgets:
         gap = optimum(fits[0], budget).loss - optimum(fits[1], budget).loss
-        gaps = np.array(
-            [optimum(a, budget).loss - optimum(b, budget).loss for a, b in zip(*refits, strict=True)]
-        )
+        gaps = np.array([optimum(a, budget).loss - optimum(b, budget).loss for a, b in zip(*refits, strict=True)])
         wins = float((gaps < 0).mean() if gap < 0 else (gaps > 0).mean())
         rows.append(
             {

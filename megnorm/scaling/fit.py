@@ -33,9 +33,7 @@ def analyse(
     if form_name not in FORMS:
         raise ScalingError(f"--form {form_name}: choose one of {', '.join(FORMS)}")
     if not results:
-        raise ScalingError(
-            "no finished run with a finite loss" + "".join(f"; {note}" for note in notes or [])
-        )
+        raise ScalingError("no finished run with a finite loss" + "".join(f"; {note}" for note in notes or []))
     if draws < 20:
         raise ScalingError(f"--draws {draws}: at least 20 are needed for an interval")
     form, schemes = FORMS[form_name], by_scheme(results)
@@ -53,10 +51,7 @@ def analyse(
         "compute-optimal N and D are for C = 6 N D"
     )
     fitted = {
-        scheme: {
-            count: fit_scheme(form, runs, count, f"{scheme}, {COUNTS[count]}", budgets, draws)
-            for count in counts
-        }
+        scheme: {count: fit_scheme(form, runs, count, f"{scheme}, {COUNTS[count]}", budgets, draws) for count in counts}
         for scheme, runs in schemes.items()
     }
     return {
@@ -163,13 +158,9 @@ def _optimum_row(fit: Fit, refits: list[Fit], budget: float) -> dict[str, Any]:
 def _warnings(form: Form, fit: Fit, points: Points) -> list[str]:
     warnings = []
     if fit.at_bound:
-        warnings.append(
-            f"{', '.join(fit.at_bound)} at the edge of what is searched: the runs don't determine it"
-        )
+        warnings.append(f"{', '.join(fit.at_bound)} at the edge of what is searched: the runs don't determine it")
     if len(points) < 2 * form.parameters:
-        warnings.append(
-            f"{len(points)} runs for {form.parameters} parameters: intervals from so few are rough"
-        )
+        warnings.append(f"{len(points)} runs for {form.parameters} parameters: intervals from so few are rough")
     if fit.agreeing < fit.starts / 4:
         warnings.append(f"only {fit.agreeing} of {fit.starts} starts ended at the best minimum")
     return warnings

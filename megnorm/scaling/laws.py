@@ -50,9 +50,7 @@ class Form:
     named: Callable
 
 
-def _chinchilla(
-    theta: np.ndarray, n: np.ndarray, d: np.ndarray, c: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _chinchilla(theta: np.ndarray, n: np.ndarray, d: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     e, a, b, alpha, beta = theta
     terms = np.stack([np.full_like(n, e), a - alpha * n, b - beta * d], axis=1)
     total, share = _log_sum(terms)
@@ -198,9 +196,7 @@ def huber(residual: np.ndarray, delta: float = DELTA) -> tuple[np.ndarray, np.nd
     return slope * (residual - slope / 2), slope
 
 
-def objective_of(
-    form: Form, points: Points, means: tuple[float, float, float], delta: float = DELTA
-) -> Objective:
+def objective_of(form: Form, points: Points, means: tuple[float, float, float], delta: float = DELTA) -> Objective:
     """The sum over runs of Huber losses of log residuals as a function of theta, with its gradient."""
     at = [values - mean for values, mean in zip((points.n, points.d, points.c), means, strict=True)]
 
@@ -303,7 +299,5 @@ def _at_bounds(form: Form, theta: np.ndarray, bounds: list) -> tuple[str, ...]:
         "kaplan": ("N_c", "D_c", "alpha_N", "alpha_D"),
     }[form.name]
     return tuple(
-        name
-        for name, x, (low, high) in zip(names, theta, bounds, strict=True)
-        if x <= low + 1e-6 or x >= high - 1e-6
+        name for name, x, (low, high) in zip(names, theta, bounds, strict=True) if x <= low + 1e-6 or x >= high - 1e-6
     )

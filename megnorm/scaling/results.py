@@ -61,9 +61,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ScalingError(
-            f"cannot read results from {path}: {getattr(error, 'strerror', None) or error}"
-        ) from None
+        raise ScalingError(f"cannot read results from {path}: {getattr(error, 'strerror', None) or error}") from None
     kind = path.suffix.lower()
     try:
         if kind == ".csv":
@@ -147,15 +145,10 @@ def best_learning_rates(results: list[Result]) -> tuple[list[Result], list[str]]
     for result in results:
         cell = (result.scheme, result.parameters, result.tokens)
         by_cell.setdefault(cell, {}).setdefault(result.lr, []).append(result)
-    kept = [
-        min(rates.values(), key=lambda runs: np.mean([run.loss for run in runs]))
-        for rates in by_cell.values()
-    ]
+    kept = [min(rates.values(), key=lambda runs: np.mean([run.loss for run in runs])) for rates in by_cell.values()]
     best = [run for runs in kept for run in runs]
     dropped = len(results) - len(best)
-    note = [
-        f"of {len(results)} runs, {dropped} with another learning rate than their cell's best were left out"
-    ]
+    note = [f"of {len(results)} runs, {dropped} with another learning rate than their cell's best were left out"]
     return best, note if dropped else []
 
 

@@ -5,9 +5,7 @@ from typing import Any
 
 def lines(analysis: dict[str, Any]) -> list[str]:
     """The whole of it, a paragraph a scheme."""
-    out = [
-        f"{analysis['formula']}; {analysis['runs']} runs; intervals hold 95 % of refits on runs drawn anew"
-    ]
+    out = [f"{analysis['formula']}; {analysis['runs']} runs; intervals hold 95 % of refits on runs drawn anew"]
     out += [f"note: {note}" for note in analysis["notes"]]
     for scheme, fits in analysis["schemes"].items():
         for count, fit in fits.items():
@@ -25,9 +23,7 @@ def between(value: float, low_high: tuple[float, float], form: str = ".4g") -> s
 def _law(fit: dict[str, Any], analysis: dict[str, Any]) -> list[str]:
     out = [
         "  "
-        + "   ".join(
-            f"{name} = {between(item['value'], item['interval'])}" for name, item in fit["constants"].items()
-        )
+        + "   ".join(f"{name} = {between(item['value'], item['interval'])}" for name, item in fit["constants"].items())
     ]
     out.append(
         f"  {fit['agreeing']} of {fit['starts']} starts agree, relative gradient {fit['slope']:.0e}, typical "
@@ -45,16 +41,13 @@ def _law(fit: dict[str, Any], analysis: dict[str, Any]) -> list[str]:
         )
     for row in fit["optima"]:
         size, tokens, loss = (
-            between(row[name]["value"], row[name]["interval"], ".3g")
-            for name in ("parameters", "tokens", "loss")
+            between(row[name]["value"], row[name]["interval"], ".3g") for name in ("parameters", "tokens", "loss")
         )
         out.append(f"  best for {row['budget']:.2g} FLOPs: N {size}, D {tokens}, loss {loss}")
     for name in ("isoflop", "envelope"):
         other = fit[name]
         said = (
-            f"N ~ C^{other['exponent']:.3f} ({other['caveat']})"
-            if other["exponent"] is not None
-            else other["reason"]
+            f"N ~ C^{other['exponent']:.3f} ({other['caveat']})" if other["exponent"] is not None else other["reason"]
         )
         out.append(f"  {'IsoFLOP' if name == 'isoflop' else name}: {said}")
     return out
