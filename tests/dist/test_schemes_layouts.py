@@ -18,8 +18,9 @@ ONE = {
     "scheme": "pre", "embed_scale": {"value": 3.0, "learned": "scalar"}, "embed_norm": "default",
     "attention_softcap": 1.5, "attention_scale": 0.5, "final_softcap": 4.0,
     "overrides": {
-        "0": {"attention": {"in_norm": DYT, "q_norm": {"gain": "per_head"}, "k_norm": {"gain": "per_head", "bias": True},
-                            "v_norm": DYT, "ctx_norm": {**DYT, "scope": "all_heads"}, "head_scale": "before",
+        "0": {"attention": {"in_norm": DYT, "q_norm": {"gain": "per_head"},
+                            "k_norm": {"gain": "per_head", "bias": True}, "v_norm": DYT,
+                            "ctx_norm": {**DYT, "scope": "all_heads"}, "head_scale": "before",
                             "out_norm": {"zero_centred": True}, "residual_scale": LEARNED},
               "ffn": {"mid_norm": DYT, "branch_scale": {"value": 0.5, "learned": "scalar"}}},
         "1": {"attention": {"q_norm": {"scope": "all_heads", "kind": "layer", "bias": True, "rope": "after"},
@@ -32,7 +33,8 @@ ONE = {
               "ffn": {"residual_from": "normed", "mid_norm": {"kind": "l2", "gain": "none", "scale": 5.0}}},
         "3": {"attention": {"q_norm": {"rope": "after"}, "k_norm": {"rope": "after", "gain": "none"},
                             "in_norm": {"scale": 0.5, "rounding": "cast_then_gain"}},
-              "ffn": {"residual_scale": {**LEARNED, "ramp_steps": 7}, "branch_scale": {"value": 0.7, "ramp_steps": 2}}}}}
+              "ffn": {"residual_scale": {**LEARNED, "ramp_steps": 7},
+                      "branch_scale": {"value": 0.7, "ramp_steps": 2}}}}}
 TWO = {"scheme": "residual", "embed_norm": "default", "final_softcap": 4.0,
        "overrides": {"1": {"attention": {"residual_scale": LEARNED, "v_norm": "default"},
                            "ffn": {"branch_scale": LEARNED}}}}

@@ -22,7 +22,8 @@ REFERENCES = eq.REFERENCES
 def built(norm, **changes):
     """A model with random gains, biases and factors in training step 7, and its configuration."""
     options = {"options": {"steps": 5}, "scheme": "prores"} if norm == "prores" else norm
-    model = model_config(layers=LAYERS, norm=options, init={"std": 0.15, "embedding_std": 0.7, "policy": "normal"}, **changes)
+    init = {"std": 0.15, "embedding_std": 0.7, "policy": "normal"}
+    model = model_config(layers=LAYERS, norm=options, init=init, **changes)
     layers = decoder_layers(model, placement_of(model), "none", Alone(), clock=StepClock(STEP))
     module = Decoder(layers, TokenLoss(model.vocab_size, Alone(), model.z_loss)).double()
     initialise(module.parameters(), seed=5)

@@ -85,7 +85,8 @@ def test_nanochat():
             "embed_norm": "default", "final_softcap": 15.0}
     model, module = ours_of(norm, activation="relu2", tie_embeddings=False)
     theirs = theirs_of("NanoChat", {"hidden_act": "relu2", "tie_word_embeddings": False})
-    mapping = {mine: their for mine, their in names({}, tied=False).items() if "gate" not in mine and "norm" not in mine}
+    mapping = {mine: their for mine, their in names({}, tied=False).items()
+               if "gate" not in mine and "norm" not in mine}
     mapping = {mine: their.replace("up_proj", "fc1").replace("down_proj", "fc2") for mine, their in mapping.items()}
     turned = {mine: swap for mine in mapping if mine.endswith((".q.weight", ".k.weight"))}
     compare(model, module, theirs, mapping, turned)
@@ -120,8 +121,9 @@ def test_stablelm_has_a_layer_norm_per_head():
 
 def test_beam():
     """Shares of residual and branch by the number of the sublayer, q and k normed, gate per element."""
-    options = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 64, "head_dim": 8, "rms_norm_eps": 1e-6,
-               "final_logit_softcapping": None, "mlp_layer_types": ["dense"] * 2, "rope_parameters": {"sliding_attention": rope()}}
+    options = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 64, "head_dim": 8,
+               "rms_norm_eps": 1e-6, "final_logit_softcapping": None, "mlp_layer_types": ["dense"] * 2,
+               "rope_parameters": {"sliding_attention": rope()}}
     model, module = ours_of("beam")
     theirs = theirs_of("Beam", options)
     mapping = names({**SANDWICH, **HEADS})

@@ -22,8 +22,8 @@ D, FFN, HEADS, KV, LAYERS = 96, 200, 96, 48, 3
 def deviations(**changes):
     """Standard deviation of each matrix by global name, of wide layers and without a cut."""
     init = {"cut": 1000.0, **changes.pop("init", {})}
-    model = model_config(**{"layers": LAYERS, "hidden": D, "heads": 8, "kv_heads": 4, "ffn_hidden": FFN, "vocab_size": 250,
-                            "tie_embeddings": False, "init": init, **changes})
+    sizes = {"layers": LAYERS, "hidden": D, "heads": 8, "kv_heads": 4, "ffn_hidden": FFN, "vocab_size": 250}
+    model = model_config(**{**sizes, "tie_embeddings": False, "init": init, **changes})
     built = [layer.build() for layer in decoder_layers(model, placement_of(model), "none", Alone())]
     parameters = {p.sharding.name: p for module in built for p in module.parameters()}
     initialise(parameters.values(), 3)

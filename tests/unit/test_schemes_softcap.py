@@ -42,6 +42,7 @@ def test_shared_heads(groups):
     same(core.blockwise, inputs(20, groups=groups), 0.4, 1.5, 1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention(monkeypatch):
     """What runs on CUDA, here uncompiled and in fp32: the cap comes after the scale, the mask after the cap."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
