@@ -15,7 +15,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["megnorm*"]),
     install_requires=[
-        "torch>=2.6,<2.14",
+        "torch>=2.13,<2.14",
         "deepspeed>=0.19.8,<0.20",
         "numpy",
         "sentencepiece",

@@ -111,7 +111,7 @@ def _output_layers(placement: Placement, common: Common) -> list[Layer]:
                                                              init=embedding_init, tp=tp), tied=True))
     else:
         layers.append(Layer("output", lambda: Output(
-            VocabEmbedding("output", model.padded_vocab, d, init=init, tp=tp).weight, tp)))
+            VocabEmbedding("output", model.padded_vocab, d, init=init, tp=tp, role="matrix").weight, tp)))
     if placement.final_softcap is not None:
         layers.append(Layer("final_softcap", lambda: SoftCap(placement.final_softcap)))
     return layers

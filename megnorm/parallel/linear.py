@@ -6,7 +6,7 @@ They work inside the region: whoever uses them enters it once (``tp.enter``) for
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megnorm.parallel.sharding import Constant, Normal
+from megnorm.parallel.sharding import Constant, Normal, Role
 from megnorm.parallel.tensor import Alone
 
 
@@ -48,10 +48,10 @@ class RowLinear(nn.Module):
 class VocabEmbedding(nn.Module):
     """Rows of the embedding split over ranks: ids [b, s] of the whole vocabulary to vectors [b, s, d]."""
 
-    def __init__(self, name: str, vocab: int, width: int, *, init: Normal, tp: Alone):
+    def __init__(self, name: str, vocab: int, width: int, *, init: Normal, tp: Alone, role: Role = "embedding"):
         super().__init__()
         self.tp = tp
-        self.weight = tp.parameter(f"{name}.weight", (vocab, width), dim=0, role="embedding", init=init)
+        self.weight = tp.parameter(f"{name}.weight", (vocab, width), dim=0, role=role, init=init)
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = self.weight.sharding.local_shape[0]

@@ -101,5 +101,5 @@ def check_built(options: dict) -> None:
         by_role[role] = by_role.get(role, 0) + parameter.numel()
     assert counts["total"] == sum(by_role.values())
     assert counts["norms"] + counts["biases"] == by_role.get("norm", 0) + by_role.get("bias", 0)
-    assert counts["attention"] + counts["ffn"] == by_role["matrix"]
-    assert counts["embedding"] + counts["output"] == by_role["embedding"]
+    assert counts["attention"] + counts["ffn"] + counts["output"] == by_role["matrix"]
+    assert counts["embedding"] == by_role["embedding"]
