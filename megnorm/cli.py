@@ -147,6 +147,19 @@ def sweep(
                                    launcher.usable_cores()))
 
 
+@app.command()
+def report(
+    directory: Annotated[str, typer.Argument(help="Folder of a sweep.")],
+    form: Annotated[str, typer.Option(help="chinchilla, power or kaplan.")] = "chinchilla",
+    budget: Annotated[list[float] | None, typer.Option(help="FLOPs to give the optimum for, as 1e21.")] = None,
+    draws: Annotated[int, typer.Option(help="Draws of runs for the intervals.")] = 200,
+) -> None:
+    """Write a sweep's report.html, its results, its fit and its figures into its folder."""
+    from megnorm.scaling.report import write_report
+
+    typer.echo("\n".join(str(path) for path in write_report(directory, form, budget or None, draws)))
+
+
 def spread_layouts(arguments: list[str]) -> list[str]:
     """``--layouts A B C`` as ``--layouts A --layouts B --layouts C``, the form that the parser knows."""
     spread, following = [], False

@@ -176,11 +176,14 @@ def progress(cell: Cell) -> tuple[int, float]:
     return last["step"], sum(late) / len(late)
 
 
-def result_rows(directory: str | Path) -> list[dict[str, Any]]:
-    """A row for each cell but the trunks, with the columns that `megnorm fit` reads, and state and cost."""
+def result_rows(directory: str | Path, trunks: bool = False) -> list[dict[str, Any]]:
+    """A row for each cell (with the trunks only when asked for): the columns that `megnorm fit` reads, and cost.
+
+    flops: of the training that gave the loss, its trunk included; own_flops: what the cell computed itself.
+    """
     rows = []
     for cell in read_cells(directory):
-        if cell.trunk:
+        if cell.trunk and not trunks:
             continue
         status = read_status(cell.path)
         step, loss = progress(cell)
@@ -194,6 +197,7 @@ def result_rows(directory: str | Path) -> list[dict[str, Any]]:
                 "non_embedding": cell.non_embedding,
                 "tokens": cell.tokens,
                 "flops": cell.steps * cell.flops_per_step,
+                "own_flops": max(0, step - cell.first_step) * cell.flops_per_step,
                 "lr": cell.lr,
                 "seed": cell.seed,
                 "loss": loss if status.state == "done" or diverged else None,

@@ -231,7 +231,7 @@ def _points(axis: str, values: list | dict, origin: str) -> list[tuple[str, dict
 def _label(value: Any) -> str:
     """A value as a part of a folder's name."""
     text = f"{value:g}" if isinstance(value, float) else str(value)
-    return re.sub(r"[^A-Za-z0-9.+-]+", "-", text).strip(".") or "value"
+    return re.sub(r"[^A-Za-z0-9_.+-]+", "-", text).strip(".") or "value"
 
 
 def _without_shares(raw: dict, shares: dict[str, float]) -> dict:
