@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from megnorm.data.errors import DataError
+
+# Worker processes hold the file with their parent, and look for it every second.
+_WAIT_SECONDS = 3.0
 
 
 class Journal:
@@ -74,7 +78,15 @@ def _whole_lines(data: bytes) -> list[Any]:
 
 
 def _lock(file: Any) -> None:
+    """Raises OSError when another process holds the file for longer than the workers of a killed run live."""
     with contextlib.suppress(ImportError):  # Windows has no fcntl
         import fcntl
 
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        deadline = time.monotonic() + _WAIT_SECONDS
+        while True:
+            try:
+                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
