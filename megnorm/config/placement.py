@@ -57,6 +57,12 @@ class HeadNorm(Norm):
     gain: Literal["vector", "per_head", "none"] = "vector"
     rope: Literal["before", "after"] = "before"
 
+    @model_validator(mode="after")
+    def _gain_fits_the_scope(self) -> "HeadNorm":
+        if self.gain == "per_head" and self.scope == "all_heads":
+            raise ValueError("gain=per_head needs scope=head; over all heads the gain is one per channel (vector)")
+        return self
+
 
 class Scale(Section):
     """A factor: the constant ``value``, or a learned scalar or vector over channels that starts there.
@@ -79,6 +85,12 @@ class Scale(Section):
         return self
 
 
+def _not_profiled(scale: Scale) -> Scale:
+    if scale.profiled:
+        raise ValueError("profiled=true is for residual_scale: the first batch measures factors of the residual")
+    return scale
+
+
 def _as_scale(value: Any) -> Any:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return {"value": float(value)} if number else value
@@ -99,6 +111,11 @@ class Sublayer(Section):
     def _number_is_constant(cls, value: Any) -> Any:
         return _as_scale(value)
 
+    @field_validator("branch_scale")
+    @classmethod
+    def _branch_is_not_profiled(cls, scale: Scale) -> Scale:
+        return _not_profiled(scale)
+
 
 class AttentionSlots(Sublayer):
     """q, k, v: after the projection; ctx: before the output projection.
@@ -114,6 +131,13 @@ class AttentionSlots(Sublayer):
     ctx_norm: HeadNorm | None = None
     head_scale: Literal["none", "before", "after"] = "none"
     gate: Literal["none", "head", "element"] = "none"
+
+    @field_validator("v_norm", "ctx_norm")
+    @classmethod
+    def _not_turned(cls, norm: HeadNorm | None) -> HeadNorm | None:
+        if norm is not None and norm.rope == "after":
+            raise ValueError("rope=after is for q and k: values and the context are not rotated")
+        return norm
 
 
 class FFNSlots(Sublayer):
@@ -151,3 +175,8 @@ class Placement(Section):
     @classmethod
     def _number_is_constant(cls, value: Any) -> Any:
         return _as_scale(value)
+
+    @field_validator("embed_scale")
+    @classmethod
+    def _embedding_is_not_profiled(cls, scale: Scale) -> Scale:
+        return _not_profiled(scale)

@@ -28,7 +28,12 @@ MODEL_SLOTS = (
 
 def placement_of(model: ModelConfig) -> Placement:
     """The norms of a model. Raises ConfigError for an unknown scheme, option, slot or layer."""
-    return resolve(model.norm, model.layers, model.hidden)
+    placement = resolve(model.norm, model.layers, model.hidden)
+    after = [layer for layer, block in enumerate(placement.blocks) if block.attention.head_scale == "after"]
+    if after and model.hidden % model.heads:
+        raise ConfigError(f"model.norm: head_scale=after in layer {after[0]} cuts the {model.hidden} channels into one "
+                          f"chunk for each of {model.heads} heads, which does not come out even; take before")
+    return placement
 
 
 def with_placement(model: ModelConfig) -> ModelConfig:

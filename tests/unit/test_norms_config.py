@@ -49,9 +49,9 @@ SLOTS += [
         ("default", H),
         ({"scope": "all_heads"}, HeadNorm(scope="all_heads")),
         ({"gain": "per_head"}, HeadNorm(gain="per_head")),
-        ({"rope": "after"}, HeadNorm(rope="after")),
     )
 ]
+SLOTS += [("attention", slot, {"rope": "after"}, HeadNorm(rope="after")) for slot in ("q_norm", "k_norm")]
 SLOTS += [
     ("attention", "head_scale", "after", "after"),
     ("attention", "gate", "head", "head"),

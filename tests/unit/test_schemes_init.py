@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from decoders import decoder, model_config, tokens_of, weights
 
+from megnorm.config import ConfigError
 from megnorm.model.decoder import decoder_layers
 from megnorm.model.init import initialise
 from megnorm.model.profile import has_profiled_scales, profile
@@ -116,3 +117,23 @@ def test_admins_factors(groups):
             w = math.sqrt(w * w * x.var(unbiased=False).item() + f.var(unbiased=False).item())
             x = p.post(x + f)
     assert w > 1.2
+
+
+def everywhere(**attention):
+    return model_config(norm={"scheme": "pre", "overrides": {":": {"attention": attention}}})
+
+
+@pytest.mark.parametrize(("slots", "message"), [
+    ({"q_norm": {"gain": "per_head", "scope": "all_heads"}}, "gain=per_head needs scope=head"),
+    ({"v_norm": {"rope": "after"}}, "rope=after is for q and k"),
+    ({"branch_scale": {"learned": "vector", "profiled": True}}, "profiled=true is for residual_scale"),
+])
+def test_slots_without_an_effect_are_refused(slots, message):
+    with pytest.raises(ConfigError, match=message):
+        placement_of(everywhere(**slots))
+
+
+def test_head_scale_after_the_projection_needs_even_chunks():
+    with pytest.raises(ConfigError, match="head_scale=after in layer 0 cuts the 30 channels"):
+        placement_of(model_config(hidden=30, head_size=8, norm={
+            "scheme": "normformer", "options": {"head_scale": "after"}}))
