@@ -1,0 +1,275 @@
+"""Tensor memory of one rank in a training step, by part, from sizes alone.
+
+Weights, gradients and optimizer state are what DeepSpeed 0.19.8 allocates (P: parameters of the rank, D: ranks
+of data parallelism, m and v: AdamW's moments):
+
+    fp32, stage 0         weights 4 P               gradients 4 P     m, v 8 P
+    fp32, stage 1, 2      weights 4 P               gradients 4 P, stage 2: 4 P / D
+                                                                      masters and m, v 12 P / D
+    fp32, stage 3         weights 4 P / D           gradients 4 P / D masters and m, v 12 P / D
+    bf16, stage 1         weights 2 P               gradients 4 P     masters and m, v 12 P / D
+    bf16, stage 2         weights 2 P               gradients 4 P / D masters and m, v 12 P / D
+    bf16, stage 3         weights 2 P / D           gradients 4 P / D masters and m, v 12 P / D
+
+(ZeRO: arXiv:1910.02054.) The peak is the largest of a few moments of the step: see ``_moments``.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from megnorm.config import Config
+from megnorm.config.placement import Block, HeadNorm, Norm, Scale, Sublayer
+from megnorm.norms import placement_of
+from megnorm.plan.activations import Activations
+from megnorm.plan.layout import Layout, accumulation_steps
+from megnorm.plan.stages import block_bounds
+
+FP32 = 4
+BUCKET = 500_000_000  # elements, DeepSpeed's reduce_bucket_size
+GATHERED = 1_000_000_000  # elements, DeepSpeed's stage3_max_live_parameters
+CHUNK = 2**19 * FP32  # bytes that the cross entropy works on at once on a CPU
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank at the peak of a step, by part; moment: when that is.
+
+    logits: with all that the cross entropy holds. gathered: weights that ZeRO 3 has put together. bucket: the
+    buffer in which DeepSpeed reduces gradients, allocated whole however small the model is.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    gathered: int
+    bucket: int
+    moment: str
+    stage: int
+
+    PARTS: ClassVar = ("weights", "gradients", "optimizer", "activations", "logits", "gathered", "bucket")
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, part) for part in self.PARTS)
+
+
+class Shape:
+    """A model's blocks by stage: what the estimates of many layouts have in common."""
+
+    def __init__(self, config: Config):
+        self.config, self.placement = config, placement_of(config.model)
+        self._bounds: dict[int, list[int]] = {}
+
+    def bounds(self, stages: int) -> list[int]:
+        """See ``block_bounds``."""
+        if stages not in self._bounds:
+            self._bounds[stages] = block_bounds(self.config, stages)
+        return self._bounds[stages]
+
+    def blocks(self, stages: int, stage: int) -> tuple[Block, ...]:
+        """The blocks of a pipeline stage."""
+        first, last = self.bounds(stages)[stage:stage + 2]
+        return self.placement.blocks[first:last]
+
+
+def worst_rank(config: Config, layout: Layout, device: str = "cuda", shape: Shape | None = None) -> Memory:
+    """The stage that needs most memory; tensor and data ranks of a stage are alike."""
+    shape = shape or Shape(config)
+    stages = (stage_memory(config, layout, stage, device, shape) for stage in range(layout.pp))
+    return max(stages, key=lambda memory: memory.total)
+
+
+def stage_memory(config: Config, layout: Layout, stage: int, device: str = "cuda",
+                 shape: Shape | None = None) -> Memory:
+    """The peak of a rank on a pipeline stage. ``device``: "cpu" or "cuda"."""
+    shape = shape or Shape(config)
+    parameters = stage_parameters(config, layout, stage, shape)
+    static = _static(config, layout, parameters)
+    found = _moments(config, layout, stage, device, shape, parameters)
+    return max((_add(static, moment) for moment in found), key=lambda memory: memory.total)
+
+
+def stage_parameters(config: Config, layout: Layout, stage: int, shape: Shape | None = None) -> int:
+    """Parameters that one rank of the stage holds, tensors that are replicated included."""
+    model, shape = config.model, shape or Shape(config)
+    count = _over(shape.blocks(layout.pp, stage), lambda block: block_parameters(config, block, layout.tp))
+    matrix = model.padded_vocab // layout.tp * model.hidden
+    ends = shape.placement
+    if stage == 0:
+        count += matrix + _scale(ends.embed_scale, model.hidden) + _norm(ends.embed_norm, model.hidden)
+    if stage == layout.pp - 1:
+        count += _norm(ends.final_norm, model.hidden)
+        count += 0 if model.tie_embeddings and layout.pp == 1 else matrix
+    return count
+
+
+def _over(blocks: tuple[Block, ...], size: Callable[[Block], int]) -> int:
+    """Sum of a size over blocks, most of which are alike."""
+    return sum(number * size(block) for block, number in Counter(blocks).items())
+
+
+def block_parameters(config: Config, slots: Block, tp: int) -> int:
+    """Of one block on one tensor rank."""
+    model = config.model
+    d, e, f = model.hidden, model.head_size, model.ffn_hidden // tp
+    heads, kv = model.heads // tp, model.kv_heads // min(tp, model.kv_heads)
+    count = 2 * (heads + kv) * e * d + (3 if model.activation == "swiglu" else 2) * f * d
+    if model.bias:
+        count += (heads + 2 * kv) * e + d + (2 if model.activation == "swiglu" else 1) * f + d
+    attention = slots.attention
+    if attention.gate != "none":
+        width = heads * (e if attention.gate == "element" else 1)
+        count += width * (d + (1 if model.bias else 0))
+    if attention.head_scale != "none":
+        count += heads if attention.head_scale == "before" else model.heads
+    count += sum(_head_norm(norm, own, e) for norm, own in (
+        (attention.q_norm, heads), (attention.k_norm, kv), (attention.v_norm, kv), (attention.ctx_norm, heads)))
+    return count + _norm(slots.ffn.mid_norm, f) + sum(_sublayer(s, d) for s in (attention, slots.ffn))
+
+
+def _sublayer(slots: Sublayer, width: int) -> int:
+    norms = sum(_norm(norm, width) for norm in (slots.in_norm, slots.out_norm, slots.post_norm))
+    return norms + _scale(slots.residual_scale, width) + _scale(slots.branch_scale, width)
+
+
+def _scale(scale: Scale, width: int) -> int:
+    return {"no": 0, "scalar": 1, "vector": width}[scale.learned]
+
+
+def _norm(norm: Norm | None, width: int) -> int:
+    if norm is None:
+        return 0
+    return width * ((norm.gain != "none") + norm.bias) + (norm.kind == "dyt")
+
+
+def _head_norm(norm: HeadNorm | None, heads: int, head_size: int) -> int:
+    if norm is None:
+        return 0
+    return _norm(norm, head_size if norm.scope == "head" and norm.gain != "per_head" else heads * head_size)
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """What a way to run DeepSpeed holds. itemsize: bytes of a weight; stage: of ZeRO, as it really runs."""
+
+    itemsize: int
+    stage: int
+    shards: int
+    accumulates: bool
+
+    def gradients(self, parameters: int, micro_batch_done: bool) -> int:
+        """Bytes of gradients before or after the backward pass of the step's last micro batch."""
+        whole = FP32 * parameters
+        some = self.accumulates or micro_batch_done
+        if self.stage >= 2:
+            return whole // self.shards if some or self.stage == 3 else 0
+        if self.itemsize == 2:  # summed in fp32, and the micro batch's own beside
+            return whole + (2 * parameters if some else 0)
+        return whole if some else 0
+
+    @property
+    def bucket(self) -> int:
+        """Bytes of the buffer in which gradients are reduced; bf16 stage 1 reduces them where they are."""
+        return BUCKET * self.itemsize if self.stage >= 2 or (self.stage == 1 and self.itemsize == FP32) else 0
+
+    def loose(self, largest: int) -> int:
+        """Bytes of a gradient of ``largest`` elements on its way to where it is added up."""
+        converted = FP32 if self.itemsize == 2 and self.stage == 1 else 0
+        return largest * (self.itemsize + converted)
+
+
+def _engine(config: Config, layout: Layout) -> _Engine:
+    bf16, stage = config.train.dtype == "bf16", config.parallel.zero_stage
+    return _Engine(2 if bf16 else FP32, max(stage, 1) if bf16 else stage, layout.dp,
+                   accumulation_steps(config, layout) > 1)
+
+
+def _static(config: Config, layout: Layout, parameters: int) -> Memory:
+    """What is there between two steps, gradients excepted."""
+    engine = _engine(config, layout)
+    shards = engine.shards if engine.stage else 1
+    weights = engine.itemsize * parameters
+    gathered = 0
+    if engine.stage == 3:
+        weights, gathered = weights // shards, engine.itemsize * min(parameters, GATHERED)
+    optimizer = (3 if engine.stage else 2) * FP32 * parameters // shards
+    return Memory(weights, 0, optimizer, 0, 0, gathered, engine.bucket, "", 0)
+
+
+def _add(static: Memory, moment: Memory) -> Memory:
+    sums = {part: getattr(static, part) + getattr(moment, part) for part in Memory.PARTS}
+    return replace(moment, **sums)
+
+
+def _moments(config: Config, layout: Layout, stage: int, device: str, shape: Shape,
+             parameters: int) -> list[Memory]:
+    """What is held beside the static part at each moment that may be the peak.
+
+    All activations are there when the backward pass of the last layer begins; all gradients when that of the
+    first layer ends; masters are updated after that.
+    """
+    acts, engine, model = Activations(config, layout, device), _engine(config, layout), config.model
+    blocks, final = shape.blocks(layout.pp, stage), stage == layout.pp - 1
+    again = config.parallel.recompute == "full"
+    stream = acts.hidden * (2 if shape.placement.streams == "residual" else 1)
+    head = acts.final(shape.placement.final_norm) if final else 0
+    body = stream * len(blocks) if again else _over(blocks, acts.block)
+    foot = acts.embedding(shape.placement.embed_norm) if stage == 0 else 0
+    one = body + head + foot + _pipe_buffers(acts, layout, stage, final)
+    batches = _batches(config, layout)
+    every = min(layout.pp - stage, accumulation_steps(config, layout)) * one + batches
+    left = every - head - body + (stream if again else acts.block(blocks[0]))
+    matrix = model.padded_vocab // layout.tp * model.hidden
+    slope = acts.region * model.padded_vocab // layout.tp * acts.itemsize
+    tied = matrix * engine.itemsize if model.tie_embeddings and layout.pp == 1 else 0
+    before, after = engine.gradients(parameters, False), engine.gradients(parameters, True)
+
+    def moment(name: str, activations: int, gradients: int, logits: int = 0) -> Memory:
+        return Memory(0, gradients, 0, activations, logits, 0, 0, name, stage)
+
+    def transient(block: Block) -> int:
+        return (acts.block(block) if again else 0) + acts.block_transient()
+
+    found = [moment("backward pass of the last block", every + transient(blocks[-1]), before + tied),
+             moment("backward pass of the first block", left + transient(blocks[0]), after + tied),
+             moment("update", batches, after + _update(engine, parameters))]
+    if final:
+        found += [moment("cross entropy", every, before, _cross_entropy(acts, layout)),
+                  moment("gradient of the output", every + acts.entered, before + engine.loose(matrix), slope)]
+    if stage == 0:
+        found.append(moment("gradient of the embedding", acts.hidden + batches, after + tied + engine.loose(matrix)))
+    return found
+
+
+def _update(engine: _Engine, parameters: int) -> int:
+    """Gradients copied for the optimizer, and stage 0's flat copy for the all-reduce."""
+    if engine.stage == 0:
+        return FP32 * min(parameters, BUCKET) if engine.shards > 1 else 0
+    return 0 if engine.stage == 1 and engine.itemsize == 2 else FP32 * parameters // engine.shards
+
+
+def _pipe_buffers(acts: Activations, layout: Layout, stage: int, final: bool) -> int:
+    """What DeepSpeed's pipeline keeps for each micro batch in flight beside what autograd keeps."""
+    if layout.pp == 1:
+        return 0
+    received = 0 if stage == 0 else acts.hidden
+    sent = 0 if final else acts.hidden // (1 if layout.sp else layout.tp)
+    return received + sent
+
+
+def _batches(config: Config, layout: Layout) -> int:
+    """Token ids, targets and weights of the step's micro batches, and the kept sums."""
+    tokens = config.train.micro_batch * config.data.sequence_length // layout.cp
+    return 20 * tokens * accumulation_steps(config, layout)
+
+
+def _cross_entropy(acts: Activations, layout: Layout) -> int:
+    """Logits or their gradient, and the softmax in fp32; the pipeline also keeps the logits before."""
+    scores = acts.region * acts.config.model.padded_vocab // layout.tp
+    logits, kept = scores * acts.itemsize, scores * FP32
+    working = min(CHUNK, kept) if acts.device == "cpu" else kept
+    return logits * (3 if layout.pp > 1 else 1) + kept + working
