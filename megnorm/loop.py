@@ -19,6 +19,7 @@ from megnorm.engine.engine import Engine, MicroBatch
 from megnorm.engine.replicas import unequal_replicas
 from megnorm.exits import EXIT_FAILURE, EXIT_NO_SPACE, EXIT_STOPPED
 from megnorm.observe.humanize import duration
+from megnorm.observe.probes import Probes
 from megnorm.parallel.groups import Groups
 from megnorm.plan.flops import model_flops_utilization
 from megnorm.plan.schedule import learning_rate
@@ -67,6 +68,7 @@ class Run:
     console: Any
     sinks: list[Any]
     peak_tflops: float | None
+    probes: Probes
     step: int = 0
     saved_step: int = 0
     interval: list[float] = field(default_factory=list)
@@ -113,11 +115,13 @@ def train_step(run: Run) -> None:
     config, began = run.config, time.monotonic()
     batches = step_batches(config, run.datasets, run.groups, run.step)
     lr = learning_rate(config, run.step)
+    run.probes.begin(run.step + 1)
     result = run.engine.step(as_tensors(batches, run.groups), lr, run.step + 1)
+    probe = run.probes.end()
     run.step += 1
     run.interval.append(time.monotonic() - began)
     finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
-    if run.step % config.observe.log_every == 0 or run.done or not finite:
+    if run.step % config.observe.log_every == 0 or probe or run.done or not finite:
         seconds = sum(run.interval) / len(run.interval)
         run.interval.clear()
         speed = config.tokens_per_step / seconds
@@ -126,7 +130,7 @@ def train_step(run: Run) -> None:
         row = {"step": run.step, "samples": run.step * config.train.global_batch,
                "tokens": run.step * config.tokens_per_step, "loss": result.loss, "grad_norm": result.grad_norm,
                "lr": lr, "step_seconds": seconds, "tokens_per_second": speed, "mfu": mfu, **result.beside,
-               "data": data_digest(run, batches)}
+               "data": data_digest(run, batches), **({"probe": probe} if probe else {})}
         for sink in run.sinks:
             sink.step(row)
         run.console.step(row, config.total_steps)

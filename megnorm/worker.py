@@ -10,15 +10,21 @@ from torch.distributed import distributed_c10d
 
 from megnorm.build import build_engine, build_module
 from megnorm.checkpoint.load import choose_together, load
-from megnorm.config import dump_config
+from megnorm.config import Config, dump_config
+from megnorm.engine.clip import counts_here
+from megnorm.engine.engine import Engine
+from megnorm.engine.gradients import before_update, squared_norms
 from megnorm.engine.settings import zero_stage
 from megnorm.engine.start import device_for, finish, start
 from megnorm.loop import Run, StopRequest, as_tensors, step_batches, train
+from megnorm.model.block import Block
 from megnorm.model.norm import kernels_used
 from megnorm.model.profile import has_profiled_scales, profile
+from megnorm.norms import placement_of
 from megnorm.observe.console import Console, NullConsole
 from megnorm.observe.metrics import MetricsWriter, NullSink
 from megnorm.observe.peak import peak_tflops
+from megnorm.observe.probes import Probes
 from megnorm.observe.tensorboard import open_tensorboard
 from megnorm.parallel.groups import Groups, make_groups
 from megnorm.prepare import CONFIG_FILE, Prepared
@@ -77,7 +83,20 @@ def open_run(prepared: Prepared, resume: str, groups: Groups, stop: StopRequest)
     for note in notes:
         console.note(note)
     dist.barrier()
-    return Run(config, groups, engine, prepared.datasets, stop, console, sinks, peak[0], step=step, saved_step=step)
+    return Run(config, groups, engine, prepared.datasets, stop, console, sinks, peak[0],
+               make_probes(config, groups, engine), step=step, saved_step=step)
+
+
+def make_probes(config: Config, groups: Groups, engine: Engine) -> Probes:
+    """What ``observe.probe_every`` asks for, watching the engine; a collective call."""
+    module = engine.raw.module
+    blocks = {block.layer: block for block in module.modules() if isinstance(block, Block)}
+    streams = {"single": 1, "residual": 2}[placement_of(config.model).streams]
+    names = [p.sharding.name for p in module.parameters() if counts_here(p)]
+    probes = Probes(config.observe.probe_every, streams, blocks, names, lambda: squared_norms(engine.raw, groups),
+                    groups)
+    before_update(engine.raw, probes.gradients_are_whole)
+    return probes
 
 
 def write_config(run_dir: Path, text: str) -> None:

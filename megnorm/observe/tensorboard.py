@@ -42,6 +42,10 @@ class TensorBoard:
             if row.get(name) is None:  # no MFU on a device whose peak is unknown, no z-loss without its weight
                 continue
             self._scalar(tag, row[name], row["step"])
+        for kind, values in row.get("probe", {}).items():
+            for part, value in values.items():
+                for tag, number in _one_by_one(f"probe/{kind}/{part}", value):
+                    self._scalar(tag, number, row["step"])
 
     def evaluation(self, step: int, split: str, loss: float) -> None:
         self._scalar(f"{split}/loss", loss, step)
@@ -65,6 +69,12 @@ class TensorBoard:
         record = io.BytesIO()
         RecordWriter(record).write(Event(wall_time=time.time(), **content).SerializeToString())
         append(self._file, record.getvalue())
+
+
+def _one_by_one(tag: str, value: float | list[float] | None) -> list[tuple[str, float]]:
+    """A probe's number, or its numbers where there are several; what is not finite has no point."""
+    several = {f"{tag}/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {tag: value}
+    return [(tag, number) for tag, number in several.items() if number is not None]
 
 
 def open_tensorboard(config: Config, start_step: int = 0) -> TensorBoard | NullSink:
