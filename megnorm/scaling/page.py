@@ -8,6 +8,7 @@ from megnorm.scaling.figures import Figure
 from megnorm.scaling.tables import price
 from megnorm.scaling.words import between
 
+SHORT = {"total": "with emb.", "non_embedding": "without emb."}
 STYLE = """
 :root { color-scheme: light dark; --back: #ffffff; --card: #f7f8fa; --ink: #22272e; --muted: #6b737d;
   --grid: #e6e9ee; --edge: #c9ced6; --series-0: #2f6fd0; --series-1: #d1481f; --series-2: #17806b;
@@ -41,24 +42,29 @@ def page(
 ) -> str:
     """The whole file. rows: as ``cells.result_rows``; refusal: why there is no analysis, where there is none."""
     done = sum(row["state"] == "done" for row in rows)
+    shown = "".join(
+        f"<figure>{figure.svg}<figcaption>{escape(figure.caption)}</figcaption></figure>" for figure in figures
+    )
+    pictures = ["<h2>Figures</h2>", f'<div class="figures">{shown}</div>']
     parts = [f"<h1>{escape(title)}</h1>", f'<p class="muted">{done} of {len(rows)} runs are done.</p>']
     if analysis is None:
-        parts.append(f"<h2>Fitted law</h2><p>None: {escape(refusal)}</p>")
+        parts += [f"<h2>Fitted law</h2><p>None: {escape(refusal)}</p>", *pictures]
     else:
         parts += [
             f"<h2>Fitted law: {escape(analysis['formula'])}</h2>",
             *_laws(analysis),
+            *pictures,
             *_comparisons(analysis),
+            "<h2>The largest run, predicted without it</h2>",
+            _held_out(analysis),
             "<h2>Best size and tokens for a budget</h2>",
             _optima(analysis),
-            _alternatives(analysis),
+            "<h2>Other ways to the best size: N grows as C to the</h2>",
+            *_alternatives(analysis),
             "<h2>Notes</h2>",
             *(f"<p>{escape(note)}</p>" for note in analysis["notes"]),
         ]
-    shown = "".join(
-        f"<figure>{figure.svg}<figcaption>{escape(figure.caption)}</figcaption></figure>" for figure in figures
-    )
-    parts += ["<h2>Figures</h2>", f'<div class="figures">{shown}</div>', "<h2>Runs and cost</h2>", _runs(rows, cost)]
+    parts += ["<h2>Runs and cost</h2>", _runs(rows, cost)]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -78,39 +84,51 @@ def table(head: list[str], rows: list[list[str]], text: tuple[int, ...] = ()) ->
     return f'<div class="table"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _laws(analysis: dict[str, Any]) -> list[str]:
-    names = list(next(iter(next(iter(analysis["schemes"].values())).values()))["constants"])
-    rows, warnings = [], []
-    for scheme, fits in analysis["schemes"].items():
-        for counted, fit in fits.items():
-            held = fit["held_out"]
-            kept = held.get("reason") or (
-                f"{between(held['predicted'], held['interval'])}, measured {held['loss']:.4g}"
-            )
-            rows.append(
-                [
-                    scheme,
-                    analysis["counts"][counted],
-                    *(
-                        between(fit["constants"][name]["value"], fit["constants"][name]["interval"], ".3g")
-                        for name in names
-                    ),
-                    f"{100 * fit['typical_residual']:.2f} %",
-                    f"{fit['agreeing']}/{fit['starts']}",
-                    kept,
-                ]
-            )
-            warnings += [f"{scheme}, {analysis['counts'][counted]}: {text}" for text in fit["warnings"]]
-    about = (
-        "Each value with its 95 % interval from refits on runs drawn anew. Held out: the largest run, predicted by "
-        "a law fitted without it."
-    )
-    head = ["scheme", "N counts", *names, "typical residual", "starts that agree", "held out"]
+def _each(analysis: dict[str, Any]) -> list[tuple[list[str], dict[str, Any]]]:
+    """Scheme and count of N, and the fit."""
     return [
-        table(head, rows, (len(head) - 1,)),
-        f'<p class="muted">{about}</p>',
-        *(f"<p>Warning: {escape(text)}</p>" for text in warnings),
+        ([scheme, SHORT[counted]], fit) for scheme, fits in analysis["schemes"].items() for counted, fit in fits.items()
     ]
+
+
+def _laws(analysis: dict[str, Any]) -> list[str]:
+    every = _each(analysis)
+    names = list(every[0][1]["constants"])
+    rows = [
+        [
+            *who,
+            *(between(fit["constants"][name]["value"], fit["constants"][name]["interval"], ".3g") for name in names),
+            f"{100 * fit['typical_residual']:.2f} %",
+            f"{fit['agreeing']}/{fit['starts']}",
+        ]
+        for who, fit in every
+    ]
+    about = "Each value with its 95 % interval from refits on runs drawn anew."
+    if "a" in names:
+        about += " The compute-optimal N grows as C to the a."
+    return [
+        table(["scheme", "N", *names, "typical residual", "starts that agree"], rows),
+        f'<p class="muted">{about}</p>',
+        *(
+            f"<p>Warning: {escape(', '.join(who))}: {escape(text)}</p>"
+            for who, fit in every
+            for text in fit["warnings"]
+        ),
+    ]
+
+
+def _held_out(analysis: dict[str, Any]) -> str:
+    rows = []
+    for who, fit in _each(analysis):
+        held = fit["held_out"]
+        if "reason" in held:
+            rows.append([*who, held["run"], f"{held['loss']:.4g}", "-", held["reason"]])
+        else:
+            predicted = between(held["predicted"], held["interval"])
+            rows.append(
+                [*who, held["run"], f"{held['loss']:.4g}", predicted, "inside" if held["inside"] else "outside"]
+            )
+    return table(["scheme", "N", "run", "measured", "predicted", ""], rows, (5,))
 
 
 def _comparisons(analysis: dict[str, Any]) -> list[str]:
@@ -154,33 +172,29 @@ def _comparisons(analysis: dict[str, Any]) -> list[str]:
 
 
 def _optima(analysis: dict[str, Any]) -> str:
-    rows = []
-    for scheme, fits in analysis["schemes"].items():
-        for counted, fit in fits.items():
-            for row in fit["optima"]:
-                rows.append(
-                    [
-                        scheme,
-                        analysis["counts"][counted],
-                        f"{row['budget']:.2g}",
-                        *(
-                            between(row[name]["value"], row[name]["interval"], ".3g")
-                            for name in ("parameters", "tokens", "loss")
-                        ),
-                    ]
-                )
-    return table(["scheme", "N counts", "FLOPs", "N", "D", "loss"], rows)
+    names = ("parameters", "tokens", "loss")
+    rows = [
+        [
+            *who,
+            f"{row['budget']:.2g}",
+            *(between(row[name]["value"], row[name]["interval"], ".3g") for name in names),
+        ]
+        for who, fit in _each(analysis)
+        for row in fit["optima"]
+    ]
+    return table(["scheme", "N", "FLOPs", "best N", "best D", "loss"], rows)
 
 
-def _alternatives(analysis: dict[str, Any]) -> str:
-    rows = []
-    for scheme, fits in analysis["schemes"].items():
-        for counted, fit in fits.items():
-            for name, key in (("IsoFLOP", "isoflop"), ("envelope", "envelope")):
-                other = fit[key]
-                value = "-" if other["exponent"] is None else f"{other['exponent']:.3f}"
-                rows.append([scheme, analysis["counts"][counted], name, value, other["reason"] or other["caveat"]])
-    return table(["scheme", "N counts", "other way", "exponent of N in C", "caveat"], rows, (4,))
+def _alternatives(analysis: dict[str, Any]) -> list[str]:
+    rows, caveats = [], {}
+    for who, fit in _each(analysis):
+        for name in ("IsoFLOP", "envelope"):
+            other = fit[name.lower()]
+            value = "-" if other["exponent"] is None else f"{other['exponent']:.3f}"
+            rows.append([*who, name, value, other["reason"]])
+            caveats[name] = other["caveat"].partition(";")[0]
+    notes = [f"<p>{name}: {escape(caveat)}.</p>" for name, caveat in caveats.items()]
+    return [table(["scheme", "N", "way", "exponent", ""], rows, (4,)), *notes]
 
 
 def _runs(rows: list[dict[str, Any]], cost: Any) -> str:
