@@ -97,6 +97,33 @@ def parity(
 
 
 @app.command()
+def plan(
+    config: Annotated[str, typer.Argument(help="Configuration file (YAML).")],
+    overrides: Overrides = None,
+    gpus: Annotated[int, typer.Option(help="Devices.")] = 1,
+    gpu_memory: Annotated[float | None, typer.Option(help="GiB of each; default: of the hardware.")] = None,
+    hardware: Annotated[str, typer.Option(help="a100, h100, h200, b200, or cpu, measured here.")] = "h100",
+    top: Annotated[int, typer.Option(min=1, help="How many layouts and reasons to show.")] = 10,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Build every rank's part of the configuration's own "
+                                          "layout on the meta device, and report each stage.")] = False,
+) -> None:
+    """Parameters, FLOPs, memory by part, and which layouts fit, fastest first."""
+    from megnorm.plan.hardware import find_hardware, with_memory
+
+    loaded = with_vocabulary(load_config(config, overrides or []))
+    device = with_memory(find_hardware(hardware), gpu_memory)
+    if dry_run:
+        from megnorm.dry_run import report_lines, run_dry
+
+        typer.echo("\n".join(report_lines(loaded, *run_dry(loaded, gpus, device.device))))
+    else:
+        from megnorm.plan.layouts import search_layouts
+        from megnorm.plan.page import plan_page
+
+        typer.echo("\n".join(plan_page(loaded, search_layouts(loaded, gpus, device), gpus, device, top)))
+
+
+@app.command()
 def ladder(
     overrides: Overrides = None,
     first: Annotated[str, typer.Option("--from", help="Smallest size, as 20M.")] = "20M",

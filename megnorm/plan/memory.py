@@ -23,6 +23,7 @@ from megnorm.config import Config
 from megnorm.config.placement import Block, HeadNorm, Norm, Scale, Sublayer
 from megnorm.norms import placement_of
 from megnorm.plan.activations import Activations
+from megnorm.plan.flops import flops_per_token
 from megnorm.plan.layout import Layout, accumulation_steps
 from megnorm.plan.stages import block_bounds
 
@@ -58,22 +59,21 @@ class Memory:
 
 
 class Shape:
-    """A model's blocks by stage: what the estimates of many layouts have in common."""
+    """A model's blocks by stage, and its FLOPs: what the estimates of many layouts have in common."""
 
     def __init__(self, config: Config):
         self.config, self.placement = config, placement_of(config.model)
-        self._bounds: dict[int, list[int]] = {}
+        alike: dict[Block, Block] = {}
+        self._blocks = [alike.setdefault(block, block) for block in self.placement.blocks]
+        self.flops_per_token = flops_per_token(config).total
+        self._stages: dict[int, list[list[Block]]] = {}
 
-    def bounds(self, stages: int) -> list[int]:
-        """See ``block_bounds``."""
-        if stages not in self._bounds:
-            self._bounds[stages] = block_bounds(self.config, stages)
-        return self._bounds[stages]
-
-    def blocks(self, stages: int, stage: int) -> tuple[Block, ...]:
-        """The blocks of a pipeline stage."""
-        first, last = self.bounds(stages)[stage:stage + 2]
-        return self.placement.blocks[first:last]
+    def blocks(self, stages: int, stage: int) -> list[Block]:
+        """The blocks of a pipeline stage; equal ones are one object."""
+        if stages not in self._stages:
+            bounds = block_bounds(self.config, stages)
+            self._stages[stages] = [self._blocks[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        return self._stages[stages][stage]
 
 
 def worst_rank(config: Config, layout: Layout, device: str = "cuda", shape: Shape | None = None) -> Memory:
@@ -107,9 +107,10 @@ def stage_parameters(config: Config, layout: Layout, stage: int, shape: Shape | 
     return count
 
 
-def _over(blocks: tuple[Block, ...], size: Callable[[Block], int]) -> int:
-    """Sum of a size over blocks, most of which are alike."""
-    return sum(number * size(block) for block, number in Counter(blocks).items())
+def _over(blocks: list[Block], size: Callable[[Block], int]) -> int:
+    """Sum of a size over blocks, most of which are one object."""
+    kinds = {id(block): block for block in blocks}
+    return sum(number * size(kinds[kind]) for kind, number in Counter(map(id, blocks)).items())
 
 
 def block_parameters(config: Config, slots: Block, tp: int) -> int:

@@ -56,7 +56,8 @@ def test_step_law_by_hand() -> None:
 
 def test_other_rates_and_rules() -> None:
     deepseek = make_rung(1e9, Rules(rate="deepseek"))
-    assert deepseek.optimizer.lr > 3e-4 and deepseek.schedule.min_lr == pytest.approx(deepseek.optimizer.lr / 10, rel=1e-2)
+    rate = deepseek.optimizer.lr
+    assert rate > 3e-4 and deepseek.schedule.min_lr == pytest.approx(rate / 10, rel=1e-2)
     fixed = make_rung(1e9, Rules(rate="paper", tokens_per_parameter=200, aspect=64, head_size=32, scheme="peri"))
     assert fixed.optimizer.lr == 3e-4 and fixed.train.global_batch == 1024 and fixed.model.head_size == 32
     assert fixed.model.hidden / fixed.model.layers < 80 and fixed.model.norm.scheme == "peri"
