@@ -1,4 +1,4 @@
-"""Probes on every layout: norms of the whole gradient by part, sizes of the stream by depth, as plain torch has them."""
+"""Probes on every layout: the whole gradient by part and the stream by depth, as plain torch has them."""
 
 import math
 
