@@ -230,7 +230,9 @@ def _points(axis: str, values: list | dict, origin: str) -> list[tuple[str, dict
 
 def _label(value: Any) -> str:
     """A value as a part of a folder's name."""
-    text = f"{value:g}" if isinstance(value, float) else str(value)
+    text = str(value)
+    if isinstance(value, int | float) and not isinstance(value, bool) and float(f"{value:g}") == value:
+        text = f"{value:g}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
     return re.sub(r"[^A-Za-z0-9_.+-]+", "-", text).strip(".") or "value"
 
 
