@@ -18,7 +18,6 @@ indexed_dataset.py.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import struct
@@ -30,6 +29,7 @@ from typing import BinaryIO
 import numpy as np
 
 from megnorm.data.errors import DataError
+from megnorm.data.files import sync_file, sync_folder
 from megnorm.data.lengths import document_lengths
 from megnorm.data.meta import META_SUFFIX, file_sha256, read_meta
 
@@ -285,8 +285,8 @@ class IndexedWriter:
 
     def sync(self) -> None:
         """Makes durable what was added so far."""
-        _sync(self._bin)
-        _sync(self._lengths)
+        sync_file(self._bin)
+        sync_file(self._lengths)
 
     def add_document(self, ids: np.ndarray | list[int]) -> None:
         """Appends one document; an empty one is a document without a sequence."""
@@ -332,7 +332,7 @@ class IndexedWriter:
         if self._idx_sha256 is None:
             with open(self._temporary(".idx"), "wb") as file:
                 self._write_index(file)
-                _sync(file)
+                sync_file(file)
             self._idx_sha256 = file_sha256(self._temporary(".idx"))
         return self._idx_sha256
 
@@ -358,12 +358,12 @@ class IndexedWriter:
                 self._temporary(suffix).unlink(missing_ok=True)
 
     def _publish(self) -> None:
-        _sync(self._bin)
+        sync_file(self._bin)
         self.seal()
         for suffix, content in self._sidecars.items():
             with open(self._temporary(suffix), "wb") as file:
                 file.write(content)
-                _sync(file)
+                sync_file(file)
         # An old index must not stand beside a new .bin, not even for a moment.
         for suffix in (".idx", META_SUFFIX):
             Path(self.prefix + suffix).unlink(missing_ok=True)
@@ -388,18 +388,3 @@ class IndexedWriter:
             bounds = seen + np.cumsum(block > 0, dtype=np.int64)
             file.write(bounds.astype("<i8").tobytes())
             seen = int(bounds[-1])
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes renames in a folder durable, where the file system can."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from megnorm.data.errors import DataError
+from megnorm.data.files import sync_file
 
 # Worker processes hold the file with their parent, and look for it every second.
 _WAIT_SECONDS = 3.0
@@ -49,8 +49,7 @@ class Journal:
 
     def _append(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        sync_file(self._file)
 
     def remove(self) -> None:
         """The run is finished."""

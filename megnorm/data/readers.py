@@ -249,11 +249,11 @@ def count_lines(data: bytes) -> int:
 
 def parse_chunk(chunk: Chunk, keys: Sequence[str]) -> ParsedRecords:
     """The texts of a chunk's records under the keys. Blank lines are no documents."""
-    parse = {"jsonl": _parse_chunk, "text": _parse_text, "arrow": _parse_rows}
+    parse = {"jsonl": _parse_lines, "text": _parse_text, "arrow": _parse_rows}
     return parse[chunk.format](chunk, keys)
 
 
-def _parse_chunk(chunk: Chunk, keys: Sequence[str]) -> ParsedRecords:
+def _parse_lines(chunk: Chunk, keys: Sequence[str]) -> ParsedRecords:
     out = ParsedRecords()
     # Split at \n only: str.splitlines would also cut at the separators that JSON strings may hold.
     for number, line in enumerate(chunk.data.removesuffix(b"\n").split(b"\n"), chunk.first_line):

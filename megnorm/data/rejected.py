@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from megnorm.data.errors import DataError
-from megnorm.data.indexed import sync_folder
+from megnorm.data.files import sync_file, sync_folder
 from megnorm.data.readers import BadLine
 
 _SHOWN = 10
@@ -40,8 +40,7 @@ class RejectedRecords:
 
     def sync(self) -> None:
         """Makes durable what was added so far."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        sync_file(self._file)
 
     def add(self, bad: Sequence[BadLine]) -> None:
         """Takes the bad records of a chunk. Raises DataError where none is to be skipped."""
