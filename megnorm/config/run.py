@@ -105,7 +105,8 @@ class ParallelConfig(Section):
 
     sp: cut the hidden stream along the sequence over the tensor-parallel ranks (arXiv:2205.05198).
     cp: cut whole sequences over ranks (arXiv:2309.14509). stages: blocks of each pipeline stage, when the
-    balanced cut is not wanted.
+    balanced cut is not wanted. recompute: activations that the backward pass computes again: those inside the
+    attention core ("selective"), or all inside a block ("full").
     """
 
     tp: int = Field(1, gt=0)
@@ -115,7 +116,7 @@ class ParallelConfig(Section):
     cp: int = Field(1, gt=0)
     dp: int | None = Field(None, gt=0)
     zero_stage: Literal[0, 1, 2, 3] = 1
-    recompute: Literal["none", "full"] = "none"
+    recompute: Literal["none", "selective", "full"] = "none"
     timeout_seconds: int = Field(600, gt=0)
 
     @field_validator("stages", mode="before")

@@ -9,6 +9,7 @@ from functools import cache, partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megnorm.model.block_causal import LONGEST, block_causal
 from megnorm.model.kernels import wide_dtype
@@ -21,6 +22,11 @@ def make_core(scale: float | None, softcap: float | None) -> Core:
     """scale: factor on the scores, 1/sqrt(e) when None. softcap: scores become cap * tanh(scores / cap)
     before the mask (Gemma 2, arXiv:2408.00118), which torch's scaled_dot_product_attention can't do."""
     return partial(plain, scale=scale) if softcap is None else partial(capped, scale=scale, cap=softcap)
+
+
+def recomputed(core: Core) -> Core:
+    """A core that keeps q, k and v only; the backward pass computes the rest again."""
+    return partial(checkpoint, core, use_reentrant=False, preserve_rng_state=False)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:

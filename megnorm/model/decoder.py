@@ -12,7 +12,7 @@ from megnorm.config import ModelConfig
 from megnorm.config.placement import Placement, Scale
 from megnorm.model.block import Block, Merge, Split
 from megnorm.model.common import Common
-from megnorm.model.core import make_core
+from megnorm.model.core import make_core, recomputed
 from megnorm.model.init import ends_init
 from megnorm.model.loss import TokenLoss
 from megnorm.model.norm import hidden_norm
@@ -72,7 +72,8 @@ def decoder_layers(model: ModelConfig, placement: Placement, recompute: str, tp:
     it; by default they are as after the last.
     """
     cp, clock = cp or WholeContext(), clock or StepClock()
-    core = cp.around(make_core(placement.attention_scale, placement.attention_softcap))
+    core = make_core(placement.attention_scale, placement.attention_softcap)
+    core = cp.around(recomputed(core) if recompute == "selective" else core)
     common = Common(model, tp, cp, Rotary(model.head_size, model.rope_theta, cp.rank), core, clock)
 
     def block(number: int) -> nn.Module:

@@ -12,6 +12,7 @@ from megnorm.plan.parameters import parameter_table
 from megnorm.plan.schedule import decay_steps, warmup_steps
 
 LABEL = 14
+RECOMPUTED = {"none": "", "selective": ", attention core recomputed", "full": ", blocks recomputed"}
 
 
 def first_page(config: Config, layout: Layout, peak: tuple[float | None, str], start_step: int = 0,
@@ -54,7 +55,7 @@ def _run(config: Config, layout: Layout, start_step: int) -> dict[str, str]:
     return {
         "layout": f"{layout.world} processes: {layout}; ZeRO stage {config.parallel.zero_stage}, "
                   f"{train.dtype}"
-                  f"{', activations recomputed' if config.parallel.recompute == 'full' else ''}",
+                  f"{RECOMPUTED[config.parallel.recompute]}",
         "batch": f"{train.global_batch} sequences of {config.data.sequence_length} tokens = dp {layout.replicas} x "
                  f"accumulation {accumulation} x micro batch {train.micro_batch}: {per_step:,} tokens a step",
         "duration": f"{total:,} steps{left}: {count(total * train.global_batch)} samples, "

@@ -86,6 +86,8 @@ class Activations:
         """What the backward pass of a block holds at most beside what the forward pass kept."""
         ffn = 2 * self.inner + 2 * self.hidden
         attention = 3 * self.queries + 2 * self.keys * FP32 // self.itemsize + 2 * self.hidden
+        if self.config.parallel.recompute == "selective":
+            attention += self._core(self.config.model.heads // self.layout.tp)
         return max(ffn, attention)
 
     def final(self, norm: Norm | None) -> int:
@@ -103,15 +105,19 @@ class Activations:
         kept += self._head_norm(slots.q_norm, self.queries, heads)
         kept += self._head_norm(slots.k_norm, self.keys, kv) + self._head_norm(slots.v_norm, self.keys, kv)
         kept += self._head_norm(slots.ctx_norm, self.queries, heads)
-        kept += self.queries + 2 * self.keys + self.scores + self.queries
-        if not self._blocks:
-            kept += self.queries + self.region * heads * FP32
+        kept += self.queries + 2 * self.keys + self.queries
+        if self.config.parallel.recompute != "selective":
+            kept += self._core(heads)
         if slots.gate != "none":
             gates = self.region * heads * self.itemsize * (model.head_size if slots.gate == "element" else 1)
             kept += self.queries + gates
         if slots.head_scale != "none":
             kept += self.queries if slots.head_scale == "before" else self.hidden
         return kept
+
+    def _core(self, heads: int) -> int:
+        """What the attention core keeps beside q, k, v: its softmax, or its output and one number per row."""
+        return self.scores if self._blocks else self.queries + self.region * heads * FP32
 
     def _ffn(self, slots: FFNSlots) -> int:
         inner = self.inner * (4 if self.config.model.activation == "swiglu" else 2)

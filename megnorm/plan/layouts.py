@@ -28,7 +28,8 @@ class Candidate:
         """What to write behind ``megnorm train CONFIG``."""
         parallel = self.config.parallel
         values = [f"parallel.{name}={getattr(parallel, name)}" for name in ("tp", "pp", "cp", "zero_stage")]
-        values += ["parallel.sp=true"] * parallel.sp + ["parallel.recompute=full"] * (parallel.recompute == "full")
+        values += ["parallel.sp=true"] * parallel.sp
+        values += [f"parallel.recompute={parallel.recompute}"] * (parallel.recompute != "none")
         return " ".join([*values, f"train.micro_batch={self.config.train.micro_batch}"])
 
 
@@ -76,7 +77,7 @@ def _variants(config: Config, gpus: int) -> Iterator[Config]:
             continue
         replicas = gpus // (tp * pp * cp)
         for micro_batch in _powers(config.train.global_batch // replicas):
-            for sp, zero, again in product((False, True) if tp > 1 else (False,), stages, ("none", "full")):
+            for sp, zero, again in product((False, True) if tp > 1 else (False,), stages, ("none", "selective", "full")):
                 yield _changed(config, tp, pp, cp, sp, zero, again, micro_batch)
 
 

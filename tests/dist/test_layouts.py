@@ -27,6 +27,7 @@ ENGINES = {
     "tp2_dp2_zero2": (4, {"parallel__tp": 2, "parallel__zero_stage": 2}),
     "pp2_dp2_zero0": (4, {"parallel__pp": 2, "parallel__zero_stage": 0}),
     "pp4_untied": (4, {"parallel__pp": 4, "model__tie_embeddings": False}),
+    "cp2_recompute_selective": (2, {"parallel__cp": 2, "parallel__recompute": "selective"}),
     "pp2_recompute": (2, {"parallel__pp": 2, "parallel__recompute": "full"}),
     "dp2_zero3_recompute": (2, {"parallel__zero_stage": 3, "parallel__recompute": "full"}),
     "tp2_sp_dp2": (4, {"parallel__tp": 2, "parallel__sp": True, "model__bias": True}),
