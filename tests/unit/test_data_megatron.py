@@ -101,6 +101,17 @@ def test_same_order(tmp_path: Path, s: int, sequences: tuple[int, int], samples:
         stream[ours.num_samples]
 
 
+def test_same_order_however_much_of_the_last_epoch_is_used(tmp_path: Path) -> None:
+    write(tmp_path / "d", documents(60))
+    dataset = IndexedDataset(tmp_path / "d")
+    for samples in range(1, 150):
+        theirs = megatron(tmp_path, 60, (0, len(dataset)), samples, samples)
+        ours = MegatronMap(dataset.lengths, (0, len(dataset)), 60, samples, samples)
+        assert np.array_equal(theirs.document_index, ours.document_index), samples
+        assert np.array_equal(theirs.shuffle_index, ours.shuffle_index), samples
+    assert ours.epochs > 3
+
+
 def test_same_positions_and_loss_mask(tmp_path: Path) -> None:
     """Megatron finds the documents by their end tokens, we by the index: the same where each has one."""
     write(tmp_path / "d", documents())

@@ -21,6 +21,7 @@ from megnorm.data.inputs import Piece, expand_inputs
 from megnorm.data.inspect import dataset_tokenizer, describe, show_document
 from megnorm.data.meta import meta_path, read_meta
 from megnorm.data.preprocess import PreprocessOptions, check_counts, preprocess
+from megnorm.data.preprocess_progress import Progress
 from megnorm.data.readers import read_piece
 
 ROOT = Path(__file__).parents[2]
@@ -261,11 +262,13 @@ def test_dead_worker_ends_the_run_and_a_killed_run_leaves_no_worker(tmp_path: Pa
             workers = wait_for(lambda pid=process.pid: children(pid))
             assert len(workers) == 2
             os.kill(workers[0] if victim == "worker" else process.pid, signal.SIGKILL)
+            killed = time.monotonic()
             if victim == "worker":
                 feed_until_closed(feed)
         _, message = process.communicate(timeout=20)
         if victim == "worker":
             assert process.returncode == 1 and "a worker process died" in message
+            assert time.monotonic() - killed < 5
             assert not (tmp_path / "o_text_document.bin").exists()
         assert wait_for(lambda pids=workers: not any(Path(f"/proc/{pid}/exe").exists() for pid in pids))
 
@@ -333,3 +336,42 @@ def test_damaged_sidecar(tmp_path: Path, content: str) -> None:
     meta_path(tmp_path / "d").write_text(content)
     with pytest.raises(DataError, match=r"d\.meta\.json"):
         read_meta(tmp_path / "d")
+
+
+class Clock:
+    """A clock that a test turns."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr("megnorm.data.preprocess_progress.time.perf_counter", lambda: self.now)
+
+
+def test_a_line_every_30_seconds_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock(monkeypatch)
+    with Progress(4_000_000) as progress:
+        for second in range(1, 71):
+            clock.now = 100.0 + second
+            progress.read(second * 10_000)
+            progress.update(20_000, 3, 5_000)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "8%  0.0 MB/s  3 docs/s  5,000 tokens/s  ETA 370 s",
+        "15%  0.0 MB/s  3 docs/s  5,000 tokens/s  ETA 340 s",
+    ]
+
+
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    clock = Clock(monkeypatch)
+    with Progress(1000) as progress:
+        progress.read(1000)
+        clock.now += 1
+        progress.update(2_000_000, 10, 400_000)
+        progress.piece_done(1000)
+    shown = capsys.readouterr().err
+    assert "100%" in shown and "2.0 MB/s  10 docs/s  400,000 tokens/s" in shown and "ETA" in shown
