@@ -123,3 +123,24 @@ def test_pictures_are_drawn(tmp_path, name):
         result = {scheme: {"start": [1.0, 2.0, 4.0], "end": [1.0, None, 3.0]} for scheme in ("pre", "peri")}
     draw(name, result, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_costs_of_a_scheme_are_whole():
+    from megnorm.testing.bench_norms import measure
+    from megnorm.testing.bench_step import Shape
+    from megnorm.testing.ranks import run_ranks
+
+    shape = Shape(hidden=32, layers=2, heads=4, kv_heads=2, ffn_hidden=64, vocab=64, sequence=16, batch=2)
+    (found,) = run_ranks(measure, 1, shape, ["pre", "peri", "custom"], 3)
+    assert all(len(one.steps) == 3 and min(one.steps) > 0 for one in found.values())
+    assert found["custom"].norms == 0.0 < found["pre"].norms < max(found["pre"].steps)
+    weights = 4 * (2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64) + 64 * 32)
+    assert 4 * weights < found["custom"].peak < found["pre"].peak < found["peri"].peak < 8 * weights
+
+
+def test_limits_are_for_one_stream_and_torch_attention():
+    from megnorm.testing.bench_norms import known_schemes, limit
+
+    assert limit("hybrid_star") == 1.10 and limit("peri") == 1.25
+    assert limit("residual") is None and limit("gemma2") is None
+    assert known_schemes()[0] == "pre" and len(set(known_schemes())) == len(known_schemes())
