@@ -1,0 +1,27 @@
+"""What is sent in a step is what the plan says, but for the engine's own few bytes: the gradient norm, and with tp the
+descriptions of the parts of what stages send."""
+
+import pytest
+from test_faults import MIXED
+from tiny import tiny_config
+
+from megnorm.plan.communication import volumes
+from megnorm.plan.layout import make_layout
+from megnorm.testing.ranks import run_ranks
+from megnorm.testing.volume import measured_step
+
+LAYOUTS = {
+    "tp2": (2, {"parallel__tp": 2}), "tp2 sp": (2, {"parallel__tp": 2, "parallel__sp": True}),
+    "cp2": (2, {"parallel__cp": 2}), "tp2 pp2": (4, {"parallel__tp": 2, "parallel__pp": 2}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_volume_is_as_planned(layout):
+    world, changes = LAYOUTS[layout]
+    config = tiny_config("hybrid_star" if "sp" in layout else MIXED, **changes)
+    for rank in run_ranks(measured_step, world, config, 3):
+        planned = volumes(config, make_layout(config, world), rank["stage"])
+        assert planned
+        for key, size in planned.items():
+            assert 0 <= rank["sent"][key] - size <= 1024, (key, rank["sent"][key], size)
