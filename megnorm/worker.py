@@ -71,9 +71,10 @@ def open_run(prepared: Prepared, resume: str, groups: Groups, stop: StopRequest)
         step = engine.clock.step = loaded.manifest.step
         notes.append(f"resumed from {choice.path}: {loaded.report}")
         notes += [f"changed since: {change}" for change in prepared.changes]
-    if zero_stage(config) != config.parallel.zero_stage:
-        notes.append(f"zero_stage {config.parallel.zero_stage} in bf16 runs as stage {zero_stage(config)}: the same "
-                     "values, and fp32 masters need it")
+    stage = zero_stage(config, groups.layout)
+    if stage != config.parallel.zero_stage:
+        reason = "one replica has nothing to shard" if stage == 0 else "fp32 masters of bf16 weights need it"
+        notes.append(f"zero_stage {config.parallel.zero_stage} runs as stage {stage}, with the same values: {reason}")
     sinks = [NullSink()]
     peak = peak_tflops(config, groups.device) if first else (None, "")
     if first:

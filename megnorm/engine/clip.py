@@ -32,7 +32,9 @@ def gradient_norm(parameters, groups: Groups) -> float:
     total = 0.0
     for parameter in parameters:
         if parameter.grad is not None and counts_here(parameter):
-            total += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64).square()
+            # By rows first: torch's fp32 sum over a large tensor is off by 1e-3, its fp64 norm is 20 times slower.
+            rows = torch.linalg.vector_norm(parameter.grad, dim=-1)
+            total += torch.linalg.vector_norm(rows, dtype=torch.float64).square()
     total = torch.as_tensor(total, dtype=torch.float64, device=groups.device)
     dist.all_reduce(total, group=groups.model_group)
     return float(total.sqrt())

@@ -51,8 +51,11 @@ class Engine:
             self.raw, *_ = deepspeed.initialize(model=module, optimizer=optimizer,
                                                 config=deepspeed_settings(config, groups.layout),
                                                 mpu=None if pipeline else Mpu(groups))
-        if zero_stage(config) == 0:
+        if zero_stage(config, groups.layout) == 0:
             clip.install(self.raw, groups)
+        if groups.layout.dp == 1:
+            # A sum over one replica: DeepSpeed would copy all gradients there and back.
+            self.raw.buffered_allreduce_fallback = lambda *args, **kwargs: None
         self._train, self._evaluate = ((self._train_pipeline, self._evaluate_pipeline) if pipeline
                                        else (self._train_plain, self._evaluate_plain))
 
