@@ -1,13 +1,14 @@
 """What a training step costs: megnorm under its engine, beside transformers' Llama in a plain torch loop.
 
-CPU-seconds a step (median; all threads of the process), taken in turn from long-lived processes, and their ratios
-beside the goals. Nothing is asserted: the figures depend on the machine and on what else runs on it.
+CPU-seconds a step (all threads of the process), taken in turn from long-lived processes, and beside the goals the
+medians over turns of their ratios. Nothing is asserted: the figures depend on the machine and on what else runs on it.
 
     python tools/bench_step.py --shapes S M --dtypes fp32 bf16 --steps 10 --threads 1
 """
 
 import argparse
 import os
+import statistics
 import sys
 from pathlib import Path
 
@@ -25,32 +26,34 @@ ENGINE_OVERHEAD, HYBRID_OVERHEAD = 1.03, 1.02
 
 
 def costs_table(results: list[Comparison]) -> Table:
-    """CPU-seconds a step: median, least and most of each contestant, and tokens a second."""
-    table = Table(title="CPU-seconds a step: median (least to most); tokens a CPU-second")
-    for heading in ("shape", "dtype", "contestant", "CPU-s", "range", "tokens/CPU-s", "tokens/s"):
-        table.add_column(heading)
+    """A step of each contestant: CPU-seconds, median, least and most; tokens a second of CPU and of the clock."""
+    table = Table(title="CPU-seconds a step")
+    for heading in ("", "", "median", "least", "most", "tokens/CPU-s", "tokens/s"):
+        table.add_column(heading, justify="right" if heading else "left")
     for result in results:
         tokens = SHAPES[result.shape].tokens
         for name, costs in result.costs.items():
-            cpu, wall = sorted(cost.cpu for cost in costs), sorted(cost.wall for cost in costs)
-            table.add_row(result.shape, result.dtype, name, f"{result.median(name):.3f}", f"{cpu[0]:.3f} to {cpu[-1]:.3f}",
-                          f"{tokens / result.median(name):,.0f}", f"{tokens / wall[len(wall) // 2]:,.0f}")
+            cpu, wall = [cost.cpu for cost in costs], statistics.median(cost.wall for cost in costs)
+            table.add_row(f"{result.shape} {result.dtype}", name,
+                          *(f"{seconds:.3f}" for seconds in (result.median(name), min(cpu), max(cpu))),
+                          f"{tokens / result.median(name):,.0f}", f"{tokens / wall:,.0f}")
+        table.add_section()
     return table
 
 
 def ratios_table(results: list[Comparison]) -> Table:
     """Each ratio beside its goal."""
-    table = Table(title="ratios of the medians, goals in brackets")
-    for heading in ("shape", "dtype", "transformers / pre", "transformers / hybrid_star", "hybrid_star / pre",
-                    "engine / plain loop", "floor / pre"):
-        table.add_column(heading)
+    table = Table(title="ratios (goals)")
+    for heading in ("", "transformers\n/ pre", "transformers\n/ hybrid_star", "hybrid_star\n/ pre",
+                    "engine\n/ plain loop", "floor\n/ pre"):
+        table.add_column(heading, justify="right" if heading else "left")
     for result in results:
-        key, cpu = (result.shape, result.dtype), result.median
-        table.add_row(*key, f"{cpu('transformers') / cpu('pre'):.3f} (>= {FASTER[key]:.2f})",
-                      f"{cpu('transformers') / cpu('hybrid_star'):.3f} (>= {FASTER[key]:.2f})",
-                      f"{cpu('hybrid_star') / cpu('pre'):.3f} (<= {HYBRID_OVERHEAD})",
-                      f"{cpu('pre') / cpu('plain pre'):.3f} (<= {ENGINE_OVERHEAD})",
-                      f"{cpu('floor') / cpu('pre'):.3f} (>= {SHARE[key]:.2f})")
+        key, ratio = (result.shape, result.dtype), result.ratio
+        table.add_row(" ".join(key), f"{ratio('transformers', 'pre'):.3f} (>= {FASTER[key]:.2f})",
+                      f"{ratio('transformers', 'hybrid_star'):.3f} (>= {FASTER[key]:.2f})",
+                      f"{ratio('hybrid_star', 'pre'):.3f} (<= {HYBRID_OVERHEAD})",
+                      f"{ratio('pre', 'plain pre'):.3f} (<= {ENGINE_OVERHEAD})",
+                      f"{ratio('floor', 'pre'):.3f} (>= {SHARE[key]:.2f})")
     return table
 
 

@@ -5,7 +5,6 @@ from torch import Tensor
 
 from megnorm.parallel.tensor import Alone
 
-
 # Elements that are worked on at once on a CPU, so that they stay in its cache: 2 MiB of fp32.
 CHUNK = 2**19
 

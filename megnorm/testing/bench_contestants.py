@@ -34,7 +34,8 @@ def bench_config(shape: Shape, dtype: str, scheme: str) -> Config:
 def batch_of(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
     """tokens [b, s], targets [b, s], weights [b, s] of a mean."""
     ids = torch.randint(shape.vocab, (shape.batch, shape.sequence + 1))
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), torch.full((shape.batch, shape.sequence), 1 / shape.tokens)
+    weights = torch.full((shape.batch, shape.sequence), 1 / shape.tokens)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), weights
 
 
 def alone(config: Config) -> Groups:

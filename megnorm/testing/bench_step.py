@@ -70,6 +70,11 @@ class Comparison(NamedTuple):
         """CPU-seconds a step."""
         return statistics.median(cost.cpu for cost in self.costs[name])
 
+    def ratio(self, name: str, other: str) -> float:
+        """How many times as many CPU-seconds as the other; the median over turns, in which both saw the same
+        load."""
+        return statistics.median(a.cpu / b.cpu for a, b in zip(self.costs[name], self.costs[other], strict=True))
+
 
 def compare(shape: str, dtype: str, steps: int, threads: int, equal_malloc: bool,
             contestants: tuple[str, ...] = CONTESTANTS,
