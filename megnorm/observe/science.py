@@ -180,7 +180,7 @@ def _number(value: float) -> float | None:
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
-DEEP = ("post", "pre", "peri", "deepnorm", "hybrid", "hybrid_star")
+DEEP = ("post", "deepnorm", "pre", "peri", "hybrid_star")
 
 
 def _schemes(*names: str) -> tuple[Trial, ...]:

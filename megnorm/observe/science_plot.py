@@ -12,6 +12,7 @@ COLOURS = {"post": "#d1495b", "deepnorm": "#8d6a9f", "pre": "#2f6fd0", "lns": "#
            "normformer": "#d9952a", "hybrid": "#7a4fc0", "hybrid_star": "#22272e"}
 NAMES = {"post": "Post", "deepnorm": "DeepNorm", "pre": "Pre", "lns": "LNS", "peri": "Peri", "normformer": "NormFormer",
          "hybrid": "Hybrid", "hybrid_star": "Hybrid*"}
+MOMENTS = {"start": "step 1", "end": "step 100"}
 GAP = 0.047  # of the axes' height, between two labels
 
 
@@ -34,10 +35,10 @@ def draw_gradients(pyplot, result: dict[str, Any]):
     """The norm of each layer's gradient, in the first step and after training."""
     figure, axes = _two_panels(pyplot, "Where the gradient goes",
                                "norm of each layer's gradient, log scale; 16 layers, hidden 128")
-    for panel, (when, title) in zip(axes, (("start", "step 1"), ("end", "step 100")), strict=True):
+    for panel, (when, title) in zip(axes, MOMENTS.items(), strict=True):
         lines = {scheme: (np.arange(1, len(found[when]) + 1), found[when]) for scheme, found in result.items()}
-        _log_lines(panel, lines, title)
-        panel.set_xlabel("layer", labelpad=6)
+        _log_lines(panel, lines, title, "layer")
+    _name_lines(axes)
     return figure
 
 
@@ -45,10 +46,10 @@ def draw_stream(pyplot, result: dict[str, Any]):
     """The size of the residual stream over the depth."""
     figure, axes = _two_panels(pyplot, "How the residual stream grows",
                                "root mean square of the stream after each block, log scale; 64 layers, hidden 64")
-    for panel, (when, title) in zip(axes, (("start", "step 1"), ("end", "step 100")), strict=True):
+    for panel, (when, title) in zip(axes, MOMENTS.items(), strict=True):
         lines = {scheme: (np.arange(len(found[when])), found[when]) for scheme, found in result.items()}
-        _log_lines(panel, lines, title)
-        panel.set_xlabel("blocks passed", labelpad=6)
+        _log_lines(panel, lines, title, "blocks passed")
+    _name_lines(axes)
     return figure
 
 
@@ -57,7 +58,7 @@ def draw_depth(pyplot, result: dict[str, Any]):
     schemes = result["schemes"]
     rates = list(next(iter(schemes.values())))
     figure, axes = pyplot.subplots(1, len(rates), figsize=(12.4, 5.0), sharey=True)
-    figure.subplots_adjust(left=0.055, right=0.915, top=0.79, bottom=0.125, wspace=0.34)
+    figure.subplots_adjust(left=0.055, right=0.885, top=0.79, bottom=0.125, wspace=0.4)
     _title(figure, "64 layers without warm-up",
            "training loss in nats per token over steps, constant learning rate, hidden 64; "
            "dashed: what token frequencies alone give")
@@ -84,7 +85,7 @@ PICTURES: dict[str, Callable] = {"gradients": draw_gradients, "depth": draw_dept
 
 def _two_panels(pyplot, title: str, subtitle: str):
     figure, axes = pyplot.subplots(1, 2, figsize=(12.4, 5.0), sharey=True)
-    figure.subplots_adjust(left=0.06, right=0.9, top=0.79, bottom=0.125, wspace=0.27)
+    figure.subplots_adjust(left=0.06, right=0.9, top=0.79, bottom=0.125, wspace=0.26)
     _title(figure, title, subtitle)
     return figure, axes
 
@@ -95,32 +96,36 @@ def _title(figure, title: str, subtitle: str) -> None:
     figure.text(left, 0.892, subtitle, color=MUTED, va="center")
 
 
-def _log_lines(panel, lines: dict[str, tuple[np.ndarray, list]], title: str) -> None:
-    """Lines by scheme on a logarithmic axis, named at their right ends."""
-    panel.set_yscale("log")
-    labels = []
+def _log_lines(panel, lines: dict[str, tuple[np.ndarray, list]], title: str, xlabel: str) -> None:
+    """Lines by scheme on a logarithmic axis."""
     for scheme, (at, values) in lines.items():
         values = np.array([np.nan if value is None else value for value in values], float)
-        panel.plot(at, values, color=COLOURS[scheme], linewidth=2.2, solid_capstyle="round")
-        labels.append((values[-1], NAMES[scheme], COLOURS[scheme]))
-    panel.set_xlim(at[0], at[-1])
+        panel.plot(at, values, color=COLOURS[scheme], linewidth=2.2, solid_capstyle="round", label=scheme)
+        panel.set_xlim(at[0], at[-1])
+    panel.set_yscale("log")
+    panel.set_xlabel(xlabel, labelpad=6)
     _dress(panel, title)
-    panel.figure.canvas.draw()  # fixes the shared limits
 
-    def height(value: float) -> float:
-        return _share(np.log(value), *np.log(panel.get_ylim()))
 
-    panel.placed = (labels, height)
-    if panel is panel.figure.axes[-1]:  # once the limits hold both panels
-        for one in panel.figure.axes:
-            _labels(one, *one.placed)
+def _name_lines(axes) -> None:
+    """Ticks as plain numbers, and each line's name at its end; once the shared limits hold all panels."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    low, high = axes[0].get_ylim()
+    axes[0].yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 300 else (1.0,), numticks=20))
+    axes[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes[0].yaxis.set_minor_locator(NullLocator())
+    axes[0].set_ylim(low, high)
+    for panel in axes:
+        ends = [(line.get_ydata()[-1], NAMES[line.get_label()], line.get_color()) for line in panel.get_lines()]
+        _labels(panel, ends, lambda value: _share(np.log(value), np.log(low), np.log(high)))
 
 
 def _dress(panel, title: str) -> None:
     panel.set_title(title, loc="left", fontsize=12, color=INK, pad=8)
     panel.grid(axis="y", color="#eceff3", linewidth=1.0)
     panel.set_axisbelow(True)
-    panel.tick_params(length=0, pad=6, which="both", labelleft=True)
+    panel.tick_params(length=0, pad=6, which="both")
 
 
 def _share(value: float, low: float, high: float) -> float:
