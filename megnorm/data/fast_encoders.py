@@ -19,7 +19,7 @@ from megnorm.data.tokenizers import Tokenizer, build_tiktoken, encode_arrays, on
 
 BACKENDS = ("auto", "native", "gigatoken", "tiktoken")
 # gigatoken remembers every word that it saw; a fresh object is made when the process grew by so much.
-_CACHE_BYTES = 32 << 20
+_CACHE_BYTES = 20 << 20
 # Without a way to ask for the process's memory: after so much text (10 bytes a byte at worst, measured).
 _CACHE_TEXT = 4 << 20
 _GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
