@@ -256,7 +256,7 @@ class Agent(LocalElasticAgent):
 
     def progress(self, local_rank: int) -> str:
         """How far a worker said that it was."""
-        return read_text(Path(self._pcontext.error_files[local_rank]).with_name("progress"))
+        return read_text(Path(self._pcontext.error_files[local_rank]).with_name("progress")).strip()
 
     def collect(self, worker_group: WorkerGroup, ends: dict[int, float]) -> list[Failure]:
         """One Failure for each local rank that ended by itself in bad order (ends: local rank to time)."""

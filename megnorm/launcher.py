@@ -179,13 +179,18 @@ def process_environment(environ: Mapping[str, str]) -> Iterator[None]:
 class Progress:
     """How far this worker is, kept where its agent can read it even after the process was killed."""
 
+    WIDTH = 80
+
     def __init__(self, path: Path | None) -> None:
-        self._path = path
+        self._file = None if path is None else open(path, "wb", buffering=0)
 
     def set(self, text: str) -> None:
-        """text: a few words such as "step 120", put into the message if this rank dies."""
-        if self._path is not None:
-            self._path.write_text(text)
+        """text: a few words such as "step 120", put into the message if this rank dies.
+
+        Written over the last one in a single call: a kill never finds the file empty.
+        """
+        if self._file is not None:
+            os.pwrite(self._file.fileno(), text[: self.WIDTH].ljust(self.WIDTH).encode(), 0)
 
 
 def worker_main(main: Callable[[Progress], int | None]) -> int:
