@@ -30,7 +30,7 @@ MISTAKES = {
     "unknown slot": (["model.norm.overrides={0: {attention: {inn_norm: none}}}"], "inn_norm"),
     "world and layout": (
         ["parallel.tp=3"],
-        "a world of 2 processes doesn't fit parallel.tp=3 x parallel.pp=1: it must be a multiple of 3",
+        "a world of 2 processes doesn't fit parallel.tp=3",
     ),
     "world and dp": (["parallel.dp=3"], "parallel.dp=3 doesn't fit: 2 processes"),
     "heads and tp": (
