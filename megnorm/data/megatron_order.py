@@ -11,10 +11,12 @@ import functools
 
 import numpy as np
 
+from megnorm.data.errors import DataError
 from megnorm.data.index_cache import IndexCache, array_digest
 from megnorm.data.samples import Segment, TokenOrder, check_sequence_length, too_few_tokens
 
 _BLOCK = 1 << 20
+_PLACES = 1 << 31
 _LAST_EPOCH_SHARE = 0.80  # a last epoch that is used less than this is shuffled apart
 
 
@@ -29,7 +31,7 @@ class MegatronMap:
         seed: Megatron's --seed, the same for every dataset.
 
     Attributes: `document_index` i32 [epochs * sequences], `shuffle_index` u32 or i64 [num_samples].
-    Raises DataError when there are too few tokens for one sample.
+    Raises DataError when there are too few tokens for one sample, or too many samples for its indices.
     """
 
     by_sequence, padded = True, False
@@ -54,6 +56,11 @@ class MegatronMap:
             raise too_few_tokens(name, last - first, tokens, sequence_length)
         self.epochs = max(1, -(-(samples * sequence_length + 1) // tokens))
         self.num_samples = (self.epochs * tokens - 1) // sequence_length
+        if max(self.epochs * (last - first), self.num_samples) >= _PLACES:
+            raise DataError(
+                f"{name or 'dataset'}: {samples:,} samples take {self.epochs:,} epochs of {last - first:,} "
+                f"sequences, more than the 2^31 places that Megatron's order has; take order=default"
+            )
         before = ((self.epochs - 1) * tokens - 1) // sequence_length  # samples without the last epoch
         apart = self.epochs > 1 and samples - before < int(_LAST_EPOCH_SHARE * self.samples_per_epoch)
         cache = cache or IndexCache(None)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megnorm.data.errors import DataError
 from megnorm.data.index_cache import IndexCache, array_digest
 from megnorm.data.megatron_order import MegatronMap
 from megnorm.data.samples import SampleMap
@@ -117,6 +118,11 @@ def test_eight_at_once(tmp_path: Path) -> None:
     ]
     assert {run.communicate(timeout=60)[0].strip() for run in runs} == {str(99999 * 50000)}
     assert len(list(tmp_path.glob("built-*"))) == 1
+
+
+def test_more_than_megatron_can_count_is_refused_before_anything_is_built() -> None:
+    with pytest.raises(DataError, match=r"3,000,000,000 samples take [0-9,]+ epochs of 1,000 sequences"):
+        MegatronMap(np.full(1000, 3, np.int32), (0, 1000), 8, 3 * 10**9)
 
 
 def test_the_order_of_megatron_is_cached_too(tmp_path: Path) -> None:
