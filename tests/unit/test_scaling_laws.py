@@ -56,7 +56,7 @@ def test_a_factor_on_the_objective_changes_nothing() -> None:
     start = CHINCHILLA.starts(points.loss)[5]
     ends = [
         minimise(lambda x, k=k: tuple(k * part for part in objective(x)), start, bounds)[0]
-        for k in (1.0, 1 / 220, 1e-6)
+        for k in (1.0, 1 / 220, 1e-12)
     ]
     assert np.allclose(ends[1], ends[0], rtol=1e-3) and np.allclose(ends[2], ends[0], rtol=1e-3)
 
