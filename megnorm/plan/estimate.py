@@ -4,9 +4,9 @@ Enough to rank layouts, not to promise a speed: kernels, overlap of communicatio
 topology are left out. Letters: H bytes of a micro batch's hidden stream inside the region, n ranks of a group, P
 parameters of a rank, w bytes of a weight, D data-parallel ranks, m micro batches, S stages.
 
-compute    FLOPs of the slowest stage / (peak x efficiency); recomputation adds a third; and 4 times the kept
-           activations through memory.
-tensor     4 all-reduces of H a block (6 with recomputation), 2 at each end; with sequence parallelism as many bytes
+compute    FLOPs of the slowest stage / (peak x efficiency), a third more of what is computed again; and 4 times the
+           kept activations through memory.
+tensor     4 all-reduces of H a block (6 with full recomputation), 2 at each end; with sequence parallelism as many bytes
            (arXiv:2205.05198).
 context    q, k, v and the context exchanged forward and backward (arXiv:2309.14509).
 pipeline   H sent on and its gradient back, for each micro batch.
@@ -74,12 +74,12 @@ def _compute(shape: Shape, layout: Layout, stage: int, acts: Activations, hardwa
     model, blocks = config.model, shape.blocks(layout.pp, stage)
     weights = len(blocks) * (attention_matrices(model) + ffn_matrices(model))
     attention = 6 * len(blocks) * model.heads * model.head_size * config.data.sequence_length
-    again = 4 / 3 if config.parallel.recompute == "full" else 1
+    again = {"none": (1, 1), "selective": (1, 4 / 3), "full": (4 / 3, 4 / 3)}[config.parallel.recompute]
     output = 6 * model.padded_vocab * model.hidden if stage == layout.pp - 1 else 0
-    flops = acts.region / layout.tp * (again * (6 * weights + attention) + output)
+    flops = acts.region / layout.tp * (again[0] * 6 * weights + again[1] * attention + output)
     narrowest = min(acts.region, model.ffn_hidden // layout.tp, model.hidden)
     rate = hardware.flops(config.train.dtype) * hardware.efficiency * narrowest / (narrowest + 128)
-    traffic = 4 * again * len(blocks) * acts.block(blocks[-1])
+    traffic = 4 * again[0] * len(blocks) * acts.block(blocks[-1])
     return flops / rate + traffic / (hardware.bandwidth * 1e9)
 
 

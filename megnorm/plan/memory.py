@@ -3,7 +3,7 @@
 Weights, gradients and optimizer state are what DeepSpeed 0.19.8 allocates (P: parameters of the rank, D: ranks
 of data parallelism, m and v: AdamW's moments):
 
-    fp32, stage 0         weights 4 P               gradients 4 P     m, v 8 P
+    fp32, stage 0         weights 4 P               gradients 4 P     m, v 8 P (also stage 1 where D = 1)
     fp32, stage 1, 2      weights 4 P               gradients 4 P, stage 2: 4 P / D
                                                                       masters and m, v 12 P / D
     fp32, stage 3         weights 4 P / D           gradients 4 P / D masters and m, v 12 P / D
@@ -30,6 +30,7 @@ from megnorm.plan.stages import block_bounds
 FP32 = 4
 BUCKET = 500_000_000  # elements, DeepSpeed's reduce_bucket_size
 GATHERED = 1_000_000_000  # elements, DeepSpeed's stage3_max_live_parameters
+PREFETCH = 50_000_000  # elements, DeepSpeed's stage3_prefetch_bucket_size: gathered at once, then taken apart
 CHUNK = 2**19 * FP32  # bytes that the cross entropy works on at once on a CPU
 
 
@@ -168,9 +169,7 @@ class _Engine:
         some = self.accumulates or micro_batch_done
         if self.stage >= 2:
             return whole // self.shards if some or self.stage == 3 else 0
-        if self.itemsize == 2:  # summed in fp32, and the micro batch's own beside
-            return whole + (2 * parameters if some else 0)
-        return whole if some else 0
+        return whole if some or self.itemsize == 2 else 0
 
     @property
     def bucket(self) -> int:
@@ -185,8 +184,8 @@ class _Engine:
 
 def _engine(config: Config, layout: Layout) -> _Engine:
     bf16, stage = config.train.dtype == "bf16", config.parallel.zero_stage
-    return _Engine(2 if bf16 else FP32, max(stage, 1) if bf16 else stage, layout.dp,
-                   accumulation_steps(config, layout) > 1)
+    stage = max(stage, 1) if bf16 else 0 if stage == 1 and layout.dp == 1 else stage  # as engine.settings has it
+    return _Engine(2 if bf16 else FP32, stage, layout.dp, accumulation_steps(config, layout) > 1)
 
 
 def _static(config: Config, layout: Layout, parameters: int) -> Memory:
@@ -238,6 +237,10 @@ def _moments(config: Config, layout: Layout, stage: int, device: str, shape: Sha
     found = [moment("backward pass of the last block", every + transient(blocks[-1]), before + tied),
              moment("backward pass of the first block", left + transient(blocks[0]), after + tied),
              moment("update", batches, after + _update(engine, parameters))]
+    if engine.stage in (1, 2) and engine.bucket:  # a flat copy of the bucket, and pieces of it: 1.5 to 1.9 measured
+        found.append(moment("reduction of gradients", batches, 7 * engine.itemsize * min(parameters, BUCKET) // 4))
+    if engine.stage == 3:
+        found.append(moment("gathering of weights", every + engine.itemsize * min(parameters, PREFETCH), before))
     if final:
         found += [moment("cross entropy", every, before, _cross_entropy(acts, layout)),
                   moment("gradient of the output", every + acts.entered, before + engine.loose(matrix), slope)]
@@ -247,10 +250,12 @@ def _moments(config: Config, layout: Layout, stage: int, device: str, shape: Sha
 
 
 def _update(engine: _Engine, parameters: int) -> int:
-    """Gradients copied for the optimizer, and stage 0's flat copy for the all-reduce."""
-    if engine.stage == 0:
-        return FP32 * min(parameters, BUCKET) if engine.shards > 1 else 0
-    return 0 if engine.stage == 1 and engine.itemsize == 2 else FP32 * parameters // engine.shards
+    """Gradients copied for the optimizer or, at stage 0 and with bf16 at stage 1, for their all-reduce: flat, as
+    far as a bucket goes, and in bf16 also in what DeepSpeed sends of the fp32 sums, which is bf16."""
+    if engine.stage == 0 or (engine.stage == 1 and engine.itemsize == 2):
+        flat = FP32 * parameters if parameters <= BUCKET else FP32 * BUCKET * (engine.stage == 0)
+        return (flat + (2 * parameters if engine.itemsize == 2 else 0)) if engine.shards > 1 else 0
+    return FP32 * parameters // engine.shards
 
 
 def _pipe_buffers(acts: Activations, layout: Layout, stage: int, final: bool) -> int:

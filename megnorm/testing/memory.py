@@ -44,7 +44,8 @@ def measure_step(config: Config, steps: int = 3) -> Measured:
             held = _storages()
             torch.empty(MARK, dtype=torch.uint8)
             engine.step(batches, config.optimizer.lr, step + 1)
-    return _last_step(_events(profiler), held)
+        left = _storages()
+    return _last_step(_events(profiler), held, left)
 
 
 def _storages() -> set[int]:
@@ -68,10 +69,11 @@ def _events(profiler: profile) -> list[tuple[int, int]]:
     return [(address, size) for _, address, size in sorted(found, key=lambda item: item[0])]
 
 
-def _last_step(events: list[tuple[int, int]], held: set[int]) -> Measured:
+def _last_step(events: list[tuple[int, int]], held: set[int], left: set[int]) -> Measured:
     """Replay the allocations; the last mark is where the last step begins.
 
-    What gloo's threads release is no event here, hence ``held``: the addresses in use at that moment.
+    What gloo's threads release, buffers of a collective, is no event here. ``held`` and ``left``, the addresses in
+    use before and after the step, tell them apart; they are left out.
     """
     begin = max(i for i, (_, size) in enumerate(events) if size == MARK)
     live: dict[int, int] = {}
@@ -83,7 +85,10 @@ def _last_step(events: list[tuple[int, int]], held: set[int]) -> Measured:
     between = peak = sum(size for size in live.values() if size not in BUCKETS)
     now, tensors, bucket = peak, sorted(live.values()), 0
     buckets = sum(size for size in live.values() if size in BUCKETS)
-    for address, size in events[begin + 1:]:
+    never_released = _alive(events[begin + 1:])
+    for number, (address, size) in enumerate(events[begin + 1:]):
+        if number in never_released and address not in left:
+            continue
         before = live.pop(address, 0)
         if size > 0:
             live[address] = size
@@ -96,3 +101,13 @@ def _last_step(events: list[tuple[int, int]], held: set[int]) -> Measured:
         if now > peak:
             peak, tensors = now, sorted(live.values(), reverse=True)
     return Measured(between, peak, max(bucket, buckets), tensors)
+
+
+def _alive(events: list[tuple[int, int]]) -> set[int]:
+    """Numbers of the allocations that no later event releases or replaces."""
+    last: dict[int, int] = {}
+    for number, (address, size) in enumerate(events):
+        last.pop(address, None)
+        if size > 0:
+            last[address] = number
+    return set(last.values())

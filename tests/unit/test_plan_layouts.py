@@ -89,7 +89,9 @@ def test_parts_of_a_step() -> None:
     assert timed(tp=2).tensor > 0 and timed(cp=2).context > 0 and timed().data > 0
     pipe = timed(pp=4)
     assert pipe.bubble == pytest.approx(3 / 16 * (pipe.compute + pipe.tensor + pipe.context + pipe.pipeline))
-    assert timed(recompute="full").compute > timed().compute
+    again = timed(recompute="full")
+    assert again.compute > timed(recompute="selective").compute > timed().compute
+    assert again.mfu * again.total == pytest.approx(timed().mfu * timed().total)  # repeated work is not useful work
     assert timed(zero_stage=3).data > timed(zero_stage=1).data
     assert timed(tp=4, recompute="full").tensor == pytest.approx(timed(tp=4).tensor * 26 / 18)
 
@@ -97,10 +99,10 @@ def test_parts_of_a_step() -> None:
 def test_links_inside_and_across_nodes() -> None:
     assert H100.link(8, 1) == 450e9 and H100.link(4, 2) == 450e9 and H100.link(16, 1) == H100.link(2, 8) == 50e9
     small_nodes = replace(H100, per_node=4)
-    assert timed(small_nodes, tp=8).tensor > 2 * timed(H100, tp=8).tensor
+    assert timed(small_nodes, tp=8).tensor > 1.4 * timed(H100, tp=8).tensor
     assert timed(small_nodes, tp=4).tensor == timed(H100, tp=4).tensor
-    assert timed(replace(H100, across=1.0), world=16).data > 10 * timed(replace(H100, across=50.0, latency=0.0),
-                                                                       world=16).data
+    near, far = (timed(replace(H100, across=speed, latency=0.0), world=16).data for speed in (50.0, 1.0))
+    assert far == pytest.approx(50 * near)
 
 
 def test_hardware_by_name() -> None:

@@ -1,0 +1,28 @@
+"""The plan's memory within 10 % of what steps of the real engine hold (tools/bench_memory.py has more cases)."""
+
+import pytest
+from tiny import tiny_config
+
+from megnorm.plan.layout import make_layout
+from megnorm.plan.memory import stage_memory
+from megnorm.testing.memory import measure_step
+from megnorm.testing.ranks import run_ranks
+
+SIZES = {"model__hidden": 128, "model__ffn_hidden": 384, "model__vocab_size": 2000, "model__pad_vocab_to": 128,
+         "data__sequence_length": 128, "train__micro_batch": 2}
+
+
+@pytest.mark.parametrize("world, changes", [
+    (1, {"parallel__zero_stage": 0, "parallel__recompute": "full"}),
+    (2, {"parallel__zero_stage": 2}),
+    (2, {"parallel__zero_stage": 3, "train__dtype": "bf16"}),
+    (2, {"parallel__tp": 2, "parallel__sp": True, "train__dtype": "bf16"}),
+    (2, {"parallel__pp": 2}),
+])
+def test_estimate_is_close_to_the_measured_peak(world: int, changes: dict) -> None:
+    config = tiny_config("hybrid_star", **SIZES, **changes)
+    layout = make_layout(config, world)
+    for rank, measured in enumerate(run_ranks(measure_step, world, config, timeout=300.0)):
+        estimated = stage_memory(config, layout, layout.coordinates(rank).pp, "cpu")
+        assert estimated.total - estimated.bucket == pytest.approx(measured.peak, rel=0.1), (rank, estimated)
+        assert measured.between < measured.peak == sum(measured.tensors) - sum(t for t in measured.tensors if t >= 1e9)
