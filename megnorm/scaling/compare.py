@@ -6,7 +6,7 @@ from itertools import combinations
 import numpy as np
 
 from megnorm.scaling.bootstrap import bootstrap, interval, resamplings
-from megnorm.scaling.laws import Form, Points, fit_law
+from megnorm.scaling.laws import Form, Points, few_starts, fit_law
 from megnorm.scaling.optimum import optimum
 from megnorm.scaling.results import Result, points_of
 
@@ -93,7 +93,7 @@ def _pair(one: str, other: str, schemes: dict, form: Form, count: str, budgets: 
 
 def _at_budgets(one: str, other: str, sides: list[Points], form: Form, budgets: list[float], drawn: list) -> list[dict]:
     """Both laws refitted on the same draws of pairs: what the runs share cancels in the difference."""
-    fits = [fit_law(form, side) for side in sides]
+    fits = [fit_law(form, side, few_starts(form, side)) for side in sides]
     refits = [bootstrap(fit, side, drawn) for fit, side in zip(fits, sides, strict=True)]
     largest, rows = float(np.exp(sides[0].c.max())), []
     for budget in budgets:

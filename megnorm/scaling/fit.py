@@ -9,7 +9,7 @@ from megnorm.scaling.approaches import envelope, isoflop
 from megnorm.scaling.bootstrap import bootstrap, check_data, check_fit, interval, resamplings
 from megnorm.scaling.compare import compare
 from megnorm.scaling.errors import ScalingError
-from megnorm.scaling.laws import FORMS, Fit, Form, Points, fit_law
+from megnorm.scaling.laws import FORMS, Fit, Form, Points, few_starts, fit_law
 from megnorm.scaling.optimum import optimum
 from megnorm.scaling.results import Result, by_scheme, points_of
 
@@ -112,7 +112,7 @@ def held_out(form: Form, runs: list[Result], count: str, draws: int) -> dict[str
         check_data(form, rest, "without it")
     except ScalingError as error:
         return {**answer, "reason": str(error)}
-    fit = fit_law(form, rest)
+    fit = fit_law(form, rest, few_starts(form, rest))
     spread = rest.loss - fit.log_loss(rest.n, rest.d, rest.c)
     generator = np.random.default_rng(1)
     predicted = [

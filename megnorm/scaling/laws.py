@@ -272,6 +272,11 @@ def fit_law(form: Form, points: Points, starts: list | None = None, delta: float
     )
 
 
+def few_starts(form: Form, points: Points) -> list[tuple[float, ...]]:
+    """Every ninth start of the grid, for fits beside one that came from all of them."""
+    return form.starts(points.loss)[::9]
+
+
 def refit(fit: Fit, points: Points, delta: float = DELTA) -> Fit:
     """The same form on other data of the same kind (bootstrap), from the minimum of ``fit``."""
     objective, bounds = objective_of(fit.form, points, fit.means, delta), bounds_of(fit.form, points.loss)

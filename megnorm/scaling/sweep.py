@@ -39,7 +39,8 @@ class Cost(Section):
 
 class Slurm(Section):
     """time: limit of a job, as 24:00:00; notice: seconds before it at which runs save and end; options:
-    further lines for sbatch, as ``--partition=gpu``; setup: shell lines to run before training."""
+    further lines for sbatch, as ``--partition=gpu``; setup: shell lines to run before training, such as
+    ``export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0`` where nodes have several networks."""
 
     time: str = "24:00:00"
     notice: int = Field(300, gt=0)
