@@ -78,6 +78,12 @@ class Activations:
     def _blocks(self) -> bool:
         return self.device == "cpu" and self.config.data.sequence_length <= LONGEST
 
+    @cached_property
+    def core(self) -> int:
+        """What the attention core keeps beside q, k, v: its softmax, or its output and one number per row."""
+        heads = self.config.model.heads // self.layout.tp
+        return self.scores if self._blocks else self.queries + self.region * heads * FP32
+
     def block(self, slots: Block) -> int:
         """All that one block keeps."""
         return self._attention(slots.attention) + self._ffn(slots.ffn)
@@ -87,7 +93,7 @@ class Activations:
         ffn = 2 * self.inner + 2 * self.hidden
         attention = 3 * self.queries + 2 * self.keys * FP32 // self.itemsize + 2 * self.hidden
         if self.config.parallel.recompute == "selective":
-            attention += self._core(self.config.model.heads // self.layout.tp)
+            attention += self.core
         return max(ffn, attention)
 
     def final(self, norm: Norm | None) -> int:
@@ -107,17 +113,13 @@ class Activations:
         kept += self._head_norm(slots.ctx_norm, self.queries, heads)
         kept += self.queries + 2 * self.keys + self.queries
         if self.config.parallel.recompute != "selective":
-            kept += self._core(heads)
+            kept += self.core
         if slots.gate != "none":
             gates = self.region * heads * self.itemsize * (model.head_size if slots.gate == "element" else 1)
             kept += self.queries + gates
         if slots.head_scale != "none":
             kept += self.queries if slots.head_scale == "before" else self.hidden
         return kept
-
-    def _core(self, heads: int) -> int:
-        """What the attention core keeps beside q, k, v: its softmax, or its output and one number per row."""
-        return self.scores if self._blocks else self.queries + self.region * heads * FP32
 
     def _ffn(self, slots: FFNSlots) -> int:
         inner = self.inner * (4 if self.config.model.activation == "swiglu" else 2)

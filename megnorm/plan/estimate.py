@@ -6,8 +6,8 @@ parameters of a rank, w bytes of a weight, D data-parallel ranks, m micro batche
 
 compute    FLOPs of the slowest stage / (peak x efficiency), a third more of what is computed again; and 4 times the
            kept activations through memory.
-tensor     4 all-reduces of H a block (6 with full recomputation), 2 at each end; with sequence parallelism as many bytes
-           (arXiv:2205.05198).
+tensor     4 all-reduces of H a block (6 with full recomputation), 2 at each end; with sequence parallelism
+           as many bytes (arXiv:2205.05198).
 context    q, k, v and the context exchanged forward and backward (arXiv:2309.14509).
 pipeline   H sent on and its gradient back, for each micro batch.
 bubble     (S - 1) / m of all the above (1F1B).
@@ -79,7 +79,8 @@ def _compute(shape: Shape, layout: Layout, stage: int, acts: Activations, hardwa
     flops = acts.region / layout.tp * (again[0] * 6 * weights + again[1] * attention + output)
     narrowest = min(acts.region, model.ffn_hidden // layout.tp, model.hidden)
     rate = hardware.flops(config.train.dtype) * hardware.efficiency * narrowest / (narrowest + 128)
-    traffic = 4 * again[0] * len(blocks) * acts.block(blocks[-1])
+    dropped = acts.core if config.parallel.recompute == "selective" else 0
+    traffic = 4 * len(blocks) * (again[0] * acts.block(blocks[-1]) + again[1] * dropped)
     return flops / rate + traffic / (hardware.bandwidth * 1e9)
 
 

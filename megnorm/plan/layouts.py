@@ -77,7 +77,8 @@ def _variants(config: Config, gpus: int) -> Iterator[Config]:
             continue
         replicas = gpus // (tp * pp * cp)
         for micro_batch in _powers(config.train.global_batch // replicas):
-            for sp, zero, again in product((False, True) if tp > 1 else (False,), stages, ("none", "selective", "full")):
+            cuts = (False, True) if tp > 1 else (False,)
+            for sp, zero, again in product(cuts, stages, ("none", "selective", "full")):
                 yield _changed(config, tp, pp, cp, sp, zero, again, micro_batch)
 
 
