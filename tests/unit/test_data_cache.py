@@ -29,9 +29,11 @@ def files(folder: Path) -> list[str]:
 
 
 def test_cached_is_computed(tmp_path: Path) -> None:
-    plain = [sample_map(None).segments(n) for n in range(0, 9000, 7)]
+    computed = sample_map(None)
+    plain = [computed.segments(n) for n in range(0, 9000, 7)]
     for _ in range(2):
-        assert [sample_map(tmp_path).segments(n) for n in range(0, 9000, 7)] == plain
+        cached = sample_map(tmp_path)
+        assert [cached.segments(n) for n in range(0, 9000, 7)] == plain
     names = files(tmp_path)
     assert all(name.endswith(".npy") for name in names) and len(names) >= 6
 
