@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megnorm.config import load_config
 from megnorm.observe.metrics import read_metrics
 from megnorm.plan.flops import flops_per_step
 from megnorm.plan.parameters import count_parameters
@@ -225,20 +224,3 @@ def last_words(log: Path) -> str:
 def has_checkpoint(folder: Path) -> bool:
     """Whether the cell has saved anything itself."""
     return any((folder / "checkpoints").glob("*step-*"))
-
-
-__all__ = [
-    "Cell",
-    "Status",
-    "describe",
-    "has_checkpoint",
-    "last_words",
-    "load_config",
-    "progress",
-    "read_cell",
-    "read_cells",
-    "read_status",
-    "result_rows",
-    "write_json",
-    "write_status",
-]

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from megnorm.scaling.cells import Cell, read_cells, read_status
+from megnorm.scaling.cells import STOPPED, Cell, read_cells, read_status
 from megnorm.scaling.errors import ScalingError
 from megnorm.scaling.fit import analyse
 from megnorm.scaling.results import read_results
@@ -21,7 +21,6 @@ from megnorm.scaling.words import lines
 
 BACKENDS = ("local", "slurm", "print")
 REFRESH_SECONDS = 2.0
-STOPPED = 75
 
 
 def fit_command(path: str, form: str, budgets: list[float] | None, draws: int, output: str | None) -> list[str]:
