@@ -237,8 +237,9 @@ def _moments(config: Config, layout: Layout, stage: int, device: str, shape: Sha
     found = [moment("backward pass of the last block", every + transient(blocks[-1]), before + tied),
              moment("backward pass of the first block", left + transient(blocks[0]), after + tied),
              moment("update", batches, after + _update(engine, parameters))]
-    if engine.stage in (1, 2) and engine.bucket:  # a flat copy of the bucket, and pieces of it: 1.5 to 1.9 measured
-        found.append(moment("reduction of gradients", batches, 7 * engine.itemsize * min(parameters, BUCKET) // 4))
+    if engine.stage in (1, 2) and engine.bucket:  # a flat copy of the bucket; at stage 1 pieces of it too, as measured
+        flat = engine.itemsize * min(parameters, BUCKET)
+        found.append(moment("reduction of gradients", batches, flat * 7 // 4 if engine.stage == 1 else flat))
     if engine.stage == 3:
         found.append(moment("gathering of weights", every + engine.itemsize * min(parameters, PREFETCH), before))
     if final:
