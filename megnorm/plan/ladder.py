@@ -4,8 +4,8 @@ Shape: of all widths (see WIDTHS), with the depth that brings the parameters clo
 the one whose width / depth is closest to ``aspect`` among those within 5 % of the number. Loss depends weakly
 on this ratio (arXiv:2001.08361, figure 5); 96 is that of HybridNorm's 550M model (arXiv:2503.04598, Table 9),
 whose others have 64 to 128. Heads of 64 channels, of 128 from width 2048 on (arXiv:2005.14165, Table 2.1;
-arXiv:2501.00656), a quarter as many key-value heads (arXiv:2305.13245). FFN 8/3 of the width, for SwiGLU
-(arXiv:2002.05202), in steps of 64. Embeddings tied below 2B parameters, as in HybridNorm's and OLMo 2's models.
+arXiv:2501.00656), about a quarter as many key-value heads (arXiv:2305.13245): the nearest power of two, which
+tensor parallelism can cut. FFN 8/3 of the width, for SwiGLU (arXiv:2002.05202), in steps of 64. Embeddings tied below 2B parameters, as in HybridNorm's and OLMo 2's models.
 
 Tokens: 20 for each parameter (arXiv:2203.15556). Learning rate and batch: see RATES.
 """
@@ -239,7 +239,7 @@ def _count(wanted: float, hidden: int, head_size: int, layers: int, rules: Rules
 
 def _model(wanted: float, hidden: int, head_size: int, layers: int, rules: Rules) -> dict[str, Any]:
     heads = hidden // head_size
-    fitting = [n for n in range(1, heads + 1) if heads % n == 0]
+    fitting = [n for n in (2**i for i in range(heads.bit_length())) if heads % n == 0]
     kv_heads = min(fitting, key=lambda n: abs(math.log(n * rules.queries_per_kv / heads)))
     return {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_size": head_size,
             "ffn_hidden": math.ceil(rules.ffn_ratio * hidden / FFN_STEP) * FFN_STEP,

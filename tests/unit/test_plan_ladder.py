@@ -41,6 +41,7 @@ def test_rungs_have_the_wanted_size_and_shape(count: str) -> None:
         assert count_parameters(config)[count] == pytest.approx(wanted, rel=0.06)
         assert 64 <= model.hidden / model.layers <= 160
         assert model.head_size == (64 if model.hidden < 2048 else 128) and model.heads * model.head_size == model.hidden
+        assert model.kv_heads & (model.kv_heads - 1) == 0 and (model.hidden < 512 or model.kv_heads >= 2)
         assert 8 / 3 <= model.ffn_hidden / model.hidden < 3.1 and model.tie_embeddings == (wanted < 2e9)
         check_schedule(config)
 
