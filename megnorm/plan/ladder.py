@@ -5,7 +5,8 @@ the one whose width / depth is closest to ``aspect`` among those within 5 % of t
 on this ratio (arXiv:2001.08361, figure 5); 96 is that of HybridNorm's 550M model (arXiv:2503.04598, Table 9),
 whose others have 64 to 128. Heads of 64 channels, of 128 from width 2048 on (arXiv:2005.14165, Table 2.1;
 arXiv:2501.00656), about a quarter as many key-value heads (arXiv:2305.13245): the nearest power of two, which
-tensor parallelism can cut. FFN 8/3 of the width, for SwiGLU (arXiv:2002.05202), in steps of 64. Embeddings tied below 2B parameters, as in HybridNorm's and OLMo 2's models.
+tensor parallelism can cut. FFN 8/3 of the width, for SwiGLU (arXiv:2002.05202), in steps of 64. Embeddings
+tied below 2B parameters, as in HybridNorm's and OLMo 2's models.
 
 Tokens: 20 for each parameter (arXiv:2203.15556). Learning rate and batch: see RATES.
 """
