@@ -6,6 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from megnorm.config.base import Section
 
+Rate = Annotated[float, Field(ge=0, lt=1)]
 Source = tuple[Annotated[float, Field(gt=0)], str]
 
 
@@ -117,7 +118,7 @@ class ParallelConfig(Section):
     dp: int | None = Field(None, gt=0)
     zero_stage: Literal[0, 1, 2, 3] = 1
     recompute: Literal["none", "selective", "full"] = "none"
-    timeout_seconds: int = Field(600, gt=0)
+    timeout_seconds: int = Field(600, gt=0, le=7 * 24 * 3600)
 
     @field_validator("stages", mode="before")
     @classmethod
@@ -153,7 +154,7 @@ class OptimizerConfig(Section):
     """AdamW. Weight decay covers matrices; norm gains, biases and embeddings are each a choice."""
 
     lr: float = Field(gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Rate, Rate] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0)
     decay_norms: bool = False
