@@ -9,6 +9,8 @@ import warnings
 import torch
 import torch.distributed as dist
 
+from megnorm.engine.products import prefer_onednn
+
 
 def device_for(local_rank: int) -> torch.device:
     """The accelerator of this rank, or the CPU."""
@@ -21,6 +23,8 @@ def start(device: torch.device, timeout_seconds: int) -> None:
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        prefer_onednn()
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
                                 timeout=datetime.timedelta(seconds=timeout_seconds))
