@@ -37,4 +37,6 @@ def deepspeed_settings(config: Config, layout: Layout) -> dict[str, Any]:
         # A bf16 gradient is added to the fp32 sum, and freed, as soon as it is there.
         settings["bf16"] = {"enabled": True, "immediate_grad_update": True}
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
+        # Sums over replicas too: by itself DeepSpeed rounds the fp32 sums to bf16 to send them.
+        settings["communication_data_type"] = "fp32"
     return settings

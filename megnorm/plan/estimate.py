@@ -12,7 +12,7 @@ context    q, k, v and the context exchanged forward and backward (arXiv:2309.14
 pipeline   H sent on and its gradient back, for each micro batch.
 bubble     (S - 1) / m of all the above (1F1B).
 data       as DeepSpeed 0.19.8 does it: stage 0, 1 all-reduce of the fp32 gradients once a step, stage 1 also an
-           all-gather of weights; stage 2 all-reduce of w P for each micro batch; stage 3 also two all-gathers.
+           all-gather of weights; stage 2 an all-reduce for each micro batch; stage 3 also two all-gathers.
 update     20 bytes a parameter that the rank updates, through memory.
 """
 
@@ -116,7 +116,7 @@ def _data(config: Config, layout: Layout, parameters: int, micro_batches: int, h
     weight = 2 if config.train.dtype == "bf16" else 4
     stage = max(config.parallel.zero_stage, 1) if weight == 2 else config.parallel.zero_stage
     once = (ranks - 1) / ranks * parameters  # elements that a gather or a scatter sends
-    sent = {0: 2 * 4 * once, 1: (2 * 4 + weight) * once, 2: micro_batches * 2 * weight * once + weight * once,
-            3: micro_batches * 4 * weight * once}[stage]
+    sent = {0: 2 * 4 * once, 1: (2 * 4 + weight) * once, 2: micro_batches * 2 * 4 * once + weight * once,
+            3: micro_batches * (2 * 4 + 2 * weight) * once}[stage]
     calls = micro_batches * (3 * config.model.layers if stage == 3 else 1 if stage == 2 else 0) + 4
     return sent / hardware.link(ranks, layout.tp) + calls * hardware.latency

@@ -252,10 +252,10 @@ def _moments(config: Config, layout: Layout, stage: int, device: str, shape: Sha
 
 def _update(engine: _Engine, parameters: int) -> int:
     """Gradients copied for the optimizer or, at stage 0 and with bf16 at stage 1, for their all-reduce: flat, as
-    far as a bucket goes, and in bf16 also in what DeepSpeed sends of the fp32 sums, which is bf16."""
+    far as a bucket goes."""
     if engine.stage == 0 or (engine.stage == 1 and engine.itemsize == 2):
         flat = FP32 * parameters if parameters <= BUCKET else FP32 * BUCKET * (engine.stage == 0)
-        return (flat + (2 * parameters if engine.itemsize == 2 else 0)) if engine.shards > 1 else 0
+        return flat if engine.shards > 1 else 0
     return FP32 * parameters // engine.shards
 
 
