@@ -73,7 +73,7 @@ def main() -> None:
         (args.output / f"{name}.json").write_text(json.dumps(result) + "\n")
         (args.output / f"{name}.md").write_text(table)
         draw(name, result, args.output / f"{name}.png")
-        console.print(table, markup=False)
+        console.print(table, markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":
