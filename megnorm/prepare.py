@@ -74,15 +74,16 @@ def check_run_dir(config: Config, resume: str) -> list[str]:
         raise ConfigError(f"run_dir={config.run_dir} is a file; name a folder")
     choice = choose(run_dir, resume, checksums=False)
     if choice.path is not None:
-        saved, origin = read_manifest(choice.path).config, choice.path
+        manifest = read_manifest(choice.path)
+        saved, origin, samples = manifest.config, choice.path, manifest.trainer["samples"]
     elif (run_dir / CONFIG_FILE).exists():
-        saved, origin = load_config(run_dir / CONFIG_FILE).model_dump(mode="json"), run_dir / CONFIG_FILE
+        saved, origin, samples = load_config(run_dir / CONFIG_FILE).model_dump(mode="json"), run_dir / CONFIG_FILE, 0
     else:
         return []
     saved, new = {**saved, "run_dir": None}, {**config.model_dump(mode="json"), "run_dir": None}
-    changes, fatal = compare_configs(_in_words(saved), _in_words(new))
+    changes, fatal = compare_configs(_in_words(saved), _in_words(new), samples)
     if not fatal and saved["model"]["norm"].get("resolved"):  # the same words may have come to mean other slots
-        changes, fatal = compare_configs(saved, new)
+        changes, fatal = compare_configs(saved, new, samples)
     if fatal:
         raise CheckpointError(f"{origin} is of another run, which this one can't continue:\n  " + "\n  ".join(fatal)
                               + "\ntake another run_dir, or the configuration that it was started with")

@@ -18,8 +18,11 @@ _FATAL = {
     "model.bias": _SIZES, "model.tie_embeddings": _SIZES,
     "model.activation": _FUNCTION, "model.norm": _FUNCTION,
     "data.train": _STREAM, "data.sources": _STREAM, "data.split": _STREAM, "data.sequence_length": _STREAM,
+    "data.order": _STREAM, "data.packing": _STREAM, "data.blend": _STREAM,
     "seed": _STREAM,
+    "train.global_batch": "the position in the stream of samples is counted in batches of the saved size",
 }
+_HARMLESS = ("model.norm.backend",)
 _DATASETS = ("data.train", "data.sources")
 
 
@@ -79,10 +82,10 @@ def _newest(run_dir: str | Path, checksums: bool) -> Choice:
     return Choice(*found)
 
 
-def compare_configs(saved: dict[str, Any], new: dict[str, Any]) -> tuple[list[str], list[str]]:
+def compare_configs(saved: dict[str, Any], new: dict[str, Any], samples: int = 0) -> tuple[list[str], list[str]]:
     """Changed keys as ``key: old -> new``, and those among them that can't be resumed, with the reason.
 
-    saved, new: nested dictionaries of JSON values. A dataset that moved to another folder is only a change;
+    saved, new: nested dictionaries of JSON values; samples: how many the run has seen. A dataset that moved to another folder is only a change;
     one with another name or weight is another stream of samples.
     """
     old_values, new_values = _flatten(saved), _flatten(new)
@@ -96,7 +99,19 @@ def compare_configs(saved: dict[str, Any], new: dict[str, Any]) -> tuple[list[st
         reason = _reason(key)
         if reason and not (key in _DATASETS and _base_names(old) == _base_names(now)):
             fatal.append(f"{line} ({reason})")
+    past = [change["at_sample"] for change in _differing_mixtures(saved, new) if change["at_sample"] < samples]
+    if past:
+        fatal.append(f"data.changes: a mixture from sample {min(past)} on, of which {samples} are seen ({_STREAM})")
+    if new_values.get("data.order") == "megatron":
+        fatal += [f"{line} ({_STREAM}: order=megatron depends on the length of the run)" for line in changes
+                  if line.startswith(("train.steps:", "train.tokens:", "train.global_batch:"))]
     return changes, fatal
+
+
+def _differing_mixtures(saved: dict[str, Any], new: dict[str, Any]) -> list[dict[str, Any]]:
+    """Changes of the mixture that only one of the two configurations has."""
+    old, now = (config.get("data", {}).get("changes") or [] for config in (saved, new))
+    return [change for change in [*old, *now] if change not in old or change not in now]
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -114,6 +129,8 @@ def _show(value: Any) -> str:
 
 
 def _reason(key: str) -> str | None:
+    if key in _HARMLESS:
+        return None
     return next((why for name, why in _FATAL.items() if key == name or key.startswith(f"{name}.")), None)
 
 

@@ -207,7 +207,7 @@ def test_equal_configs_have_no_difference():
     ("model.norm", "pre"),
     ("model.norm", {"scheme": "hybrid_star", "overrides": {"1": {"attention": {"in_norm": "default"}}}}),
     ("data.sequence_length", 128), ("seed", 1), ("data.train", [[1.0, "data/code"], [3.0, "data/text"]]),
-    ("data.train", "data/code"),
+    ("data.train", "data/code"), ("data.order", "megatron"), ("data.packing", "best_fit"), ("train.global_batch", 16),
 ])
 def test_what_cannot_be_resumed_is_fatal_with_the_reason(key, value):
     changes, fatal = compare_configs(config_with(), config_with((key, value)))
@@ -227,6 +227,24 @@ def test_other_changes_are_shown():
         "train.dtype", "train.eval_samples", "train.steps"]
     _, fatal = compare_configs(config_with(), config_with(("train.steps", None), ("train.tokens", 10**6)))
     assert fatal == []
+
+
+def test_the_mixture_may_change_where_nothing_was_seen_yet():
+    later = config_with(("data.changes", [{"at_sample": 100, "sources": [[1.0, "data/code"], [1.0, "data/text"]]}]))
+    assert compare_configs(config_with(), later, 100)[1] == []
+    (fatal,) = compare_configs(config_with(), later, 101)[1]
+    assert "from sample 100 on, of which 101 are seen" in fatal
+
+
+def test_megatrons_order_depends_on_the_length():
+    short, long = (config_with(("data.order", "megatron"), ("train.steps", steps)) for steps in (10, 20))
+    assert [line.split(":")[0] for line in compare_configs(short, long)[1]] == ["train.steps"]
+
+
+def test_another_kernel_of_the_norms_is_no_other_model():
+    other = config_with(("model.norm", {"scheme": config_with()["model"]["norm"]["scheme"], "backend": "torch"}))
+    changes, fatal = compare_configs(config_with(), other)
+    assert changes == ["model.norm.backend: auto -> torch"] and fatal == []
 
 
 def test_looking_for_a_checkpoint_loads_no_torch():
