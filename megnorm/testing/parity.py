@@ -20,7 +20,7 @@ from megnorm.plan.layout import Layout, make_layout
 
 TOLERANCE = 1e-5
 # How far a measure may be off when rounding alone moves it that far: see ``reference``.
-SPREAD_ALLOWED, SPREAD_AT_MOST = 4.0, 1e-3
+SPREAD_ALLOWED, SPREAD_AT_MOST = 10.0, 1e-3
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def reference(config: Config) -> dict[str, dict[str, Any]]:
     """The results of one process, by phase: losses, norms, eval, start and weights by name, and ``tolerance``.
 
     The tolerance is 1e-5, unless the training itself is more sensitive: a twin whose start differs by one fp32
-    rounding (2^-23, random signs) shows how far rounding alone moves the results, and 4 times that is allowed
+    rounding (2^-23, random signs) shows how far one rounding moves the results, and 10 times that is allowed
     (at most 1e-3). Every sum over ranks rounds otherwise than one process, so no layout can do better.
     """
     results = {}

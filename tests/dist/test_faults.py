@@ -26,7 +26,7 @@ LAYOUT_OF = {
     "input_gradient_not_summed": TP, "residual_after_enter": TP, "bias_on_every_rank": TP,
     "world_group_in_collectives": TP_DP, "layer_number_local_to_the_stage": PP,
     "initial_depth_local_to_the_stage": PP, "same_draw_for_all_shards": TP, "mean_over_own_tokens": DP,
-    "shards_not_marked_for_the_norm": TP, "replicas_counted_in_the_norm": TP, "tied_copy_counted_twice": PP_ZERO0,
+    "shards_not_marked_for_the_norm": TP_DP, "replicas_counted_in_the_norm": TP_DP, "tied_copy_counted_twice": PP_ZERO0,
     "tied_gradient_not_summed": PP, "gradients_summed_over_replicas": DP, "decay_of_everything": DP,
     "positions_from_zero_on_each_context_rank": CP, "one_replica_drifts": TP,
 }
