@@ -68,7 +68,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.steps < 1 or args.threads < 1:
         parser.error("--steps and --threads must be at least 1")
-    console = Console()
+    console = Console(width=max(100, Console().width))
     results = []
     with console.status("starting") as status:
         for shape in args.shapes:
