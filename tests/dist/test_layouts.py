@@ -59,8 +59,11 @@ def test_engine_in_layout(engine):
 
 
 def check(world, config):
-    verdict = judge(reference_of(config), run_ranks(in_layout, world, config), make_layout(config, world))
+    expected, ranks = reference_of(config), run_ranks(in_layout, world, config)
+    verdict = judge(expected, ranks, make_layout(config, world))
     assert verdict.agrees, "\n".join(verdict.faults)
+    (norm,) = expected["gradient"]["norms"]  # of equal weights, so that nothing but its own sum can be off
+    assert [rank["gradient"]["norms"][0] for rank in ranks] == pytest.approx([norm] * world, rel=1e-6)
 
 
 def reference_of(config):
