@@ -20,11 +20,12 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from megnorm.config import Config
-from megnorm.config.placement import Block, HeadNorm, Norm, Scale, Sublayer
+from megnorm.config.placement import Block, Sublayer
 from megnorm.norms import placement_of
 from megnorm.plan.activations import Activations
 from megnorm.plan.flops import flops_per_token
 from megnorm.plan.layout import Layout, accumulation_steps
+from megnorm.plan.parameters import head_norm_size, norm_size, scale_size
 from megnorm.plan.stages import block_bounds
 
 FP32 = 4
@@ -101,9 +102,9 @@ def stage_parameters(config: Config, layout: Layout, stage: int, shape: Shape | 
     matrix = model.padded_vocab // layout.tp * model.hidden
     ends = shape.placement
     if stage == 0:
-        count += matrix + _scale(ends.embed_scale, model.hidden) + _norm(ends.embed_norm, model.hidden)
+        count += matrix + scale_size(ends.embed_scale, model.hidden) + norm_size(ends.embed_norm, model.hidden)
     if stage == layout.pp - 1:
-        count += _norm(ends.final_norm, model.hidden)
+        count += norm_size(ends.final_norm, model.hidden)
         count += 0 if model.tie_embeddings and layout.pp == 1 else matrix
     return count
 
@@ -128,30 +129,14 @@ def block_parameters(config: Config, slots: Block, tp: int) -> int:
         count += width * (d + (1 if model.bias else 0))
     if attention.head_scale != "none":
         count += heads if attention.head_scale == "before" else model.heads
-    count += sum(_head_norm(norm, own, e) for norm, own in (
+    count += sum(head_norm_size(norm, own, e) for norm, own in (
         (attention.q_norm, heads), (attention.k_norm, kv), (attention.v_norm, kv), (attention.ctx_norm, heads)))
-    return count + _norm(slots.ffn.mid_norm, f) + sum(_sublayer(s, d) for s in (attention, slots.ffn))
+    return count + norm_size(slots.ffn.mid_norm, f) + sum(_sublayer(s, d) for s in (attention, slots.ffn))
 
 
 def _sublayer(slots: Sublayer, width: int) -> int:
-    norms = sum(_norm(norm, width) for norm in (slots.in_norm, slots.out_norm, slots.post_norm))
-    return norms + _scale(slots.residual_scale, width) + _scale(slots.branch_scale, width)
-
-
-def _scale(scale: Scale, width: int) -> int:
-    return {"no": 0, "scalar": 1, "vector": width}[scale.learned]
-
-
-def _norm(norm: Norm | None, width: int) -> int:
-    if norm is None:
-        return 0
-    return width * ((norm.gain != "none") + norm.bias) + (norm.kind == "dyt")
-
-
-def _head_norm(norm: HeadNorm | None, heads: int, head_size: int) -> int:
-    if norm is None:
-        return 0
-    return _norm(norm, head_size if norm.scope == "head" and norm.gain != "per_head" else heads * head_size)
+    norms = sum(norm_size(norm, width) for norm in (slots.in_norm, slots.out_norm, slots.post_norm))
+    return norms + scale_size(slots.residual_scale, width) + scale_size(slots.branch_scale, width)
 
 
 @dataclass(frozen=True)

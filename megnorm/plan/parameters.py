@@ -66,41 +66,41 @@ def gate_matrices(model: ModelConfig) -> int:
 def norm_parameters(model: ModelConfig) -> int:
     """Gains and biases of all norms of the placement, DyT's alphas, learned factors."""
     placement = placement_of(model)
-    ends = sum(_norm(norm, model.hidden) for norm in (placement.embed_norm, placement.final_norm))
-    ends += _scale(placement.embed_scale, model.hidden)
+    ends = sum(norm_size(norm, model.hidden) for norm in (placement.embed_norm, placement.final_norm))
+    ends += scale_size(placement.embed_scale, model.hidden)
     return ends + sum(_block_norms(block, model) for block in placement.blocks)
 
 
 def _block_norms(block: Block, model: ModelConfig) -> int:
-    count = _norm(block.ffn.mid_norm, model.ffn_hidden)
+    count = norm_size(block.ffn.mid_norm, model.ffn_hidden)
     for sublayer in (block.attention, block.ffn):
         for norm in (sublayer.in_norm, sublayer.out_norm, sublayer.post_norm):
-            count += _norm(norm, model.hidden)
+            count += norm_size(norm, model.hidden)
         for scale in (sublayer.residual_scale, sublayer.branch_scale):
-            count += _scale(scale, model.hidden)
+            count += scale_size(scale, model.hidden)
     attention = block.attention
     for norm, heads in ((attention.q_norm, model.heads), (attention.k_norm, model.kv_heads),
                         (attention.v_norm, model.kv_heads), (attention.ctx_norm, model.heads)):
-        count += _head_norm(norm, heads, model.head_size)
+        count += head_norm_size(norm, heads, model.head_size)
     return count + (model.heads if attention.head_scale != "none" else 0)
 
 
-def _norm(norm: Norm | None, width: int) -> int:
+def norm_size(norm: Norm | None, width: int) -> int:
     """Gain and bias over the width, where there are any; a DyT also has one alpha."""
     if norm is None:
         return 0
     return width * ((norm.gain != "none") + norm.bias) + (norm.kind == "dyt")
 
 
-def _head_norm(norm: HeadNorm | None, heads: int, head_size: int) -> int:
+def head_norm_size(norm: HeadNorm | None, heads: int, head_size: int) -> int:
     """Over one head: a gain [e] that the heads share, or [heads, e]; over all heads: [heads * e]."""
     if norm is None:
         return 0
     shared = norm.scope == "head" and norm.gain != "per_head"
-    return _norm(norm, head_size if shared else heads * head_size)
+    return norm_size(norm, head_size if shared else heads * head_size)
 
 
-def _scale(scale: Scale, width: int) -> int:
+def scale_size(scale: Scale, width: int) -> int:
     return {"no": 0, "scalar": 1, "vector": width}[scale.learned]
 
 
