@@ -33,12 +33,13 @@ def train(
     """Train, or continue training: exit code 0 done, 2 user's error, 75 stopped by a signal after saving."""
     overrides = overrides or []
     if launcher.is_worker():
-        raise typer.Exit(launcher.worker_main(lambda progress: _work(config, overrides, resume, progress)))
+        launcher.worker_main(lambda progress: _work(config, overrides, resume, progress))
     launcher.check_nodes(nproc, nnodes, node_rank, rdzv_endpoint)
     prepared = prepare(config, overrides, nproc * nnodes, resume)
     make_run_dir(prepared.config)
     arguments = [config, *overrides, "--resume", resume]
-    raise typer.Exit(launcher.launch(arguments, nproc, nnodes=nnodes, node_rank=node_rank, rdzv_endpoint=rdzv_endpoint))
+    raise typer.Exit(launcher.launch(arguments, nproc, nnodes=nnodes, node_rank=node_rank, rdzv_endpoint=rdzv_endpoint,
+                                     compile=prepared.config.model.norm.backend == "compile"))
 
 
 @app.command()

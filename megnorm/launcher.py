@@ -33,6 +33,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from megnorm.exits import EXIT_FAILURE, EXIT_NO_SPACE, EXIT_OK, EXIT_USER_ERROR
 
@@ -193,20 +194,22 @@ class Progress:
             os.pwrite(self._file.fileno(), text[: self.WIDTH].ljust(self.WIDTH).encode(), 0)
 
 
-def worker_main(main: Callable[[Progress], int | None]) -> int:
-    """Runs `main(progress)` as this worker's whole job and returns its exit code (None counts as 0).
+def worker_main(main: Callable[[Progress], int | None]) -> NoReturn:
+    """Runs `main(progress)` as this worker's whole job and ends the process with its exit code (None counts as 0).
 
-    An exception is written where the agent finds it (or printed, under torchrun), and the process ends at
-    once: destructors of a broken process group may hang. One line without traceback and code 2 for a
-    ValueError subclass of megnorm; code 74 for a full disk; the attribute `exit_code` of an exception
-    overrides the code. Anything else gives 1 and the traceback.
+    An exception is written where the agent finds it (or printed, under torchrun). One line without traceback
+    and code 2 for a ValueError subclass of megnorm; code 74 for a full disk; the attribute `exit_code` of an
+    exception overrides the code. Anything else gives 1 and the traceback.
+
+    The process ends at once, without the interpreter's clean-up: destructors of a broken process group may
+    hang, and threads that a whole one has left behind may abort a run that ended well.
     """
     faulthandler.enable()
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if is_worker():
         end_with_parent()
     try:
-        return main(Progress(Path(error_file).with_name("progress") if error_file else None)) or EXIT_OK
+        code = main(Progress(Path(error_file).with_name("progress") if error_file else None)) or EXIT_OK
     except Exception as error:
         code, is_expected = exit_code_of(error)
         text = str(error) if is_expected else f"{type(error).__name__}: {error}"
@@ -216,9 +219,9 @@ def worker_main(main: Callable[[Progress], int | None]) -> int:
         else:
             rank = f"rank {os.environ['RANK']}: " if is_worker() else ""
             print(f"{trace}megnorm: {rank}{text}", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def exit_code_of(error: Exception) -> tuple[int, bool]:

@@ -84,6 +84,10 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 @cache
 def compiled() -> Backend:
     """Plain tensor code that torch.compile fuses."""
+    if torch._dynamo.config.disable:
+        raise ConfigError("model.norm.backend=compile, but TORCHDYNAMO_DISABLE=1 switches torch.compile off; unset it, "
+                          "or take auto")
+
     def rms(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
         wide = x.to(wide_dtype(x))
         return affine(wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps), gain, None, x.dtype)

@@ -33,7 +33,7 @@ def bench_config(shape: Shape, dtype: str, scheme: str) -> Config:
 
 def batch_of(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
     """tokens [b, s], targets [b, s], weights [b, s] of a mean."""
-    ids = torch.randint(shape.vocab, (shape.batch, shape.sequence + 1))
+    ids = torch.randint(shape.vocab, (shape.batch, shape.sequence + 1), generator=torch.Generator().manual_seed(0))
     weights = torch.full((shape.batch, shape.sequence), 1 / shape.tokens)
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), weights
 

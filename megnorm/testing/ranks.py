@@ -8,10 +8,14 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from typing import Any
 
+from megnorm.launcher import process_environment
+
 # Every optimizer of torch imports torch._dynamo, a second of CPU in each rank.
+SETTINGS = {"DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
 PRELOAD = ["torch", "torch._dynamo", "deepspeed", "deepspeed.runtime.pipe.engine", "megnorm.build"]
 
 
@@ -26,11 +30,11 @@ def run_ranks(function: Callable, world: int, *args: Any, timeout: float = 120.0
     ``function`` must be importable (module level). Returns the results in rank order; raises RankFailed
     with the first failing rank's traceback, after ending all of them.
     """
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    # The ranks inherit the server's environment, which is set when it starts; ours stays as it is.
+    with process_environment({**SETTINGS, **os.environ}):
+        forkserver.ensure_running()
     with tempfile.TemporaryDirectory() as folder:
         pipes, ranks = [], []
         for rank in range(world):

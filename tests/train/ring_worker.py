@@ -69,4 +69,4 @@ def run(progress: Progress) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(worker_main(run))
+    worker_main(run)

@@ -144,6 +144,13 @@ def test_what_computes_the_norms_is_listed():
     assert sorted(kernels_used(module)) == ["1 x dyt over 32: torch", "1 x l2 over 32: auto", "2 x rms over 32: auto"]
 
 
+def test_compile_that_is_switched_off_is_refused(monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "disable", True)
+    kernels.compiled.cache_clear()
+    with pytest.raises(ConfigError, match="model.norm.backend=compile, but TORCHDYNAMO_DISABLE=1 switches"):
+        kernels.kernel_for("rms", "compile")
+
+
 def test_without_apex(monkeypatch):
     monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="model.norm.backend=apex: NVIDIA's apex is not installed; build it from"):
