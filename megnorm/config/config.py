@@ -3,7 +3,7 @@
 import difflib
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
@@ -194,7 +194,9 @@ def _siblings(loc: tuple) -> list[str]:
     section: type[Section] = Config
     for part in loc[:-1]:
         field = section.model_fields.get(part)
-        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, Section)):
+        kinds = [] if field is None else [field.annotation, *get_args(field.annotation)]
+        sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
+        if not sections:
             return []
-        section = field.annotation
+        section = sections[0]
     return list(section.model_fields)

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from megnorm.config.base import Section
+from megnorm.config.moe import Moe
 from megnorm.config.placement import NormKind, Rounding
 
 
@@ -88,7 +89,8 @@ class InitConfig(Section):
 class ModelConfig(Section):
     """A decoder-only transformer. Omitted sizes: kv_heads = heads, head_size = hidden / heads,
     ffn_hidden = 4 hidden (8/3 hidden rounded up to 64 for SwiGLU), vocab_size = the tokenizer's. z_loss:
-    weight of (log Z)^2 beside each token's cross entropy (arXiv:2204.02311)."""
+    weight of (log Z)^2 beside each token's cross entropy (arXiv:2204.02311). moe: experts in place of the FFN,
+    in some blocks or all; the others keep an FFN of ffn_hidden."""
 
     layers: int = Field(gt=0)
     hidden: int = Field(gt=0)
@@ -96,6 +98,7 @@ class ModelConfig(Section):
     kv_heads: int | None = Field(None, gt=0)
     head_size: int | None = Field(None, gt=0)
     ffn_hidden: int | None = Field(None, gt=0)
+    moe: Moe | None = None
     activation: Literal["swiglu", "gelu", "relu2"] = "swiglu"
     bias: bool = False
     vocab_size: int | None = Field(None, gt=0)
@@ -140,6 +143,18 @@ class ModelConfig(Section):
         if self.head_size % 2:
             raise ValueError(f"head_size={self.head_size} is odd: rotary positions turn pairs of channels")
         return self
+
+    @model_validator(mode="after")
+    def _some_layer_has_experts(self) -> "ModelConfig":
+        if self.moe is not None and not self.moe_layers:
+            raise ValueError(f"moe.layers={self.moe.layers!r} leaves no block with experts among layers={self.layers}: "
+                             "take a smaller number, or no moe")
+        return self
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Global numbers, from 0, of the blocks whose FFN is a mixture of experts."""
+        return () if self.moe is None else self.moe.blocks(self.layers)
 
     @property
     def padded_vocab(self) -> int:

@@ -105,9 +105,10 @@ class ParallelConfig(Section):
     """The layout. dp follows from the world: world = tp * pp * cp * dp; given, it must agree.
 
     sp: cut the hidden stream along the sequence over the tensor-parallel ranks (arXiv:2205.05198).
-    cp: cut whole sequences over ranks (arXiv:2309.14509). stages: blocks of each pipeline stage, when the
-    balanced cut is not wanted. recompute: activations that the backward pass computes again: those inside the
-    attention core ("selective"), or all inside a block ("full").
+    cp: cut whole sequences over ranks (arXiv:2309.14509). ep: cut the experts of model.moe over so many of the
+    cp * dp ranks. stages: blocks of each pipeline stage, when the balanced cut is not wanted. recompute:
+    activations that the backward pass computes again: those inside the attention core ("selective"), or all
+    inside a block ("full").
     """
 
     tp: int = Field(1, gt=0)
@@ -115,6 +116,7 @@ class ParallelConfig(Section):
     pp: int = Field(1, gt=0)
     stages: tuple[int, ...] | None = None
     cp: int = Field(1, gt=0)
+    ep: int = Field(1, gt=0)
     dp: int | None = Field(None, gt=0)
     zero_stage: Literal[0, 1, 2, 3] = 1
     recompute: Literal["none", "selective", "full"] = "none"
