@@ -1,4 +1,5 @@
-"""Context parallelism by exchanging tokens for heads around the attention core (Ulysses, arXiv:2309.14509).
+"""Context parallelism by exchanging tokens for heads around the attention core: DeepSpeed's Ulysses
+(arXiv:2309.14509).
 
 The ranks of a group hold adjacent parts of the same sequences. They are neighbours among the data-parallel
 ranks, so the mean of gradients over these covers them too.
@@ -6,7 +7,6 @@ ranks, so the mean of gradients over these covers them too.
 
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -34,35 +34,15 @@ class ContextParallel(WholeContext):
         self.size = dist.get_world_size(group)
 
     def around(self, core: Core) -> Core:
-        def exchanged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self.to_tokens(core(self.to_heads(q), self.to_heads(k), self.to_heads(v)))
-        return exchanged
+        from deepspeed.sequence.layer import DistributedAttention
 
-    def to_heads(self, x: Tensor) -> Tensor:
-        """Part of the tokens of all heads [b, h, s / n, e] to all tokens of part of the heads [b, h / n, s, e]."""
-        return _Exchange.apply(x, 1, 2, self.group)
+        def over_whole_sequences(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
 
-    def to_tokens(self, x: Tensor) -> Tensor:
-        """The inverse of ``to_heads``."""
-        return _Exchange.apply(x, 2, 1, self.group)
+        # Takes and gives [b, s / n, h, e], and calls the core with [b, s, h / n, e].
+        ulysses = DistributedAttention(over_whole_sequences, self.group, scatter_idx=2, gather_idx=1)
 
+        def over_parts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return ulysses(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), batch_dim_idx=0).transpose(1, 2)
 
-class _Exchange(torch.autograd.Function):
-    """Cut dimension ``cut`` into one piece per rank, send piece r to rank r, join what came along ``join``."""
-
-    @staticmethod
-    def forward(ctx, x, cut, join, group):
-        ctx.cut, ctx.join, ctx.group = cut, join, group
-        return _exchange(x, cut, join, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _exchange(grad, ctx.join, ctx.cut, ctx.group), None, None, None
-
-
-def _exchange(x: Tensor, cut: int, join: int, group: dist.ProcessGroup) -> Tensor:
-    size = dist.get_world_size(group)
-    pieces = torch.stack(x.chunk(size, cut))
-    received = torch.empty_like(pieces)
-    dist.all_to_all_single(received, pieces, group=group)
-    return torch.cat(received.unbind(0), join)
+        return over_parts
