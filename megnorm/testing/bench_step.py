@@ -10,6 +10,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from megnorm.launcher import MALLOC_SETTINGS
@@ -83,31 +84,44 @@ def compare(shape: str, dtype: str, steps: int, threads: int, equal_malloc: bool
 
     equal_malloc: transformers gets the malloc settings that megnorm's launcher sets, too.
     """
-    costs: dict[str, list[Cost]] = {name: [] for name in contestants}
+    makers = {name: partial(make_step, name, SHAPES[shape], dtype) for name in contestants}
+    plain = frozenset() if equal_malloc else frozenset({"transformers"})
+    costs = take_turns(makers, steps, threads, plain, lambda text: progress(f"{shape} {dtype}: {text}"))
+    return Comparison(shape, dtype, costs)
+
+
+def take_turns(makers: Mapping[str, Callable[[], Step]], steps: int, threads: int,
+               plain_malloc: frozenset[str] = frozenset(),
+               progress: Callable[[str], None] = lambda text: None) -> dict[str, list[Cost]]:
+    """The costs of ``steps`` steps of each contestant, taken in turn, after two of each that don't count.
+
+    makers: each makes its step in a process of its own, and is pickled on the way. plain_malloc: names of those
+    without the launcher's malloc settings.
+    """
+    costs: dict[str, list[Cost]] = {name: [] for name in makers}
     with contextlib.ExitStack() as stack:
-        pipes = {name: stack.enter_context(_contestant(name, shape, dtype, threads,
-                                                       equal_malloc or name != "transformers"))
-                 for name in contestants}
+        pipes = {name: stack.enter_context(_contestant(make, threads, name not in plain_malloc))
+                 for name, make in makers.items()}
         for turn in range(-2, steps):
             for name, pipe in pipes.items():
                 try:
                     pipe.send("step")
                     cost = pipe.recv()
                 except (EOFError, OSError):
-                    raise RuntimeError(f"{name} at {shape} in {dtype} died; its error stands above") from None
+                    raise RuntimeError(f"{name} died; its error stands above") from None
                 if turn >= 0:
                     costs[name].append(cost)
-            progress(f"{shape} {dtype}: " + (f"step {turn + 1} of {steps}" if turn >= 0 else "warming up"))
-    return Comparison(shape, dtype, costs)
+            progress(f"step {turn + 1} of {steps}" if turn >= 0 else "warming up")
+    return costs
 
 
 @contextlib.contextmanager
-def _contestant(name: str, shape: str, dtype: str, threads: int, malloc: bool) -> Iterator[Any]:
+def _contestant(make: Callable[[], Step], threads: int, malloc: bool) -> Iterator[Any]:
     """A process that answers each "step" with its Cost; ended on leaving."""
     settings = {"OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1", "LOCAL_RANK": "0"}
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, name, shape, dtype, threads), daemon=True)
+    process = context.Process(target=_serve, args=(theirs, make, threads), daemon=True)
     with _environment({**settings, **(MALLOC_SETTINGS if malloc else {})}, dropped=() if malloc else MALLOC_SETTINGS):
         process.start()
     theirs.close()
@@ -132,12 +146,12 @@ def _environment(settings: Mapping[str, str], dropped: Mapping[str, str] | tuple
         os.environ.update(before)
 
 
-def _serve(pipe: Any, name: str, shape: str, dtype: str, threads: int) -> None:
+def _serve(pipe: Any, make: Callable[[], Step], threads: int) -> None:
     import torch
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    step = make_step(name, SHAPES[shape], dtype)
+    step = make()
     while True:
         pipe.recv()
         cpu, wall = time.process_time(), time.perf_counter()
