@@ -9,7 +9,7 @@ from megnorm.config import Config
 from megnorm.engine.engine import Engine
 from megnorm.engine.optimizer import adamw
 from megnorm.engine.pipeline import make_stage
-from megnorm.model.decoder import Decoder, Layer, TokenLoss, decoder_layers, tied_logits
+from megnorm.model.decoder import Decoder, Layer, TokenLoss, decoder_layers, through, tied_logits
 from megnorm.model.init import initialise
 from megnorm.model.norm import check_device
 from megnorm.model.scale import StepClock
@@ -29,8 +29,8 @@ def build_module(config: Config, groups: Groups) -> nn.Module:
     layers = decoder_layers(model, placement, config.parallel.recompute, groups.tp, groups.cp, clock)
     loss = TokenLoss(model.vocab_size, groups.tp, model.z_loss)
     if groups.layout.pp > 1:
-        module = make_stage(layers, _layer_bounds(layers, block_bounds(config, groups.layout.pp)), tied_logits,
-                            groups.layout, loss)
+        module = make_stage(layers, _layer_bounds(layers, block_bounds(config, groups.layout.pp)), through,
+                            tied_logits, groups.layout, loss)
     else:
         module = Decoder(layers, loss)
     module.clock, module.token_loss = clock, loss

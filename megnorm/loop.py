@@ -155,7 +155,7 @@ def data_digest(run: Run, batches: list[Batch]) -> str:
 
 def check_replicas(run: Run) -> None:
     """Stop when ranks that must hold equal parameters don't."""
-    unequal = unequal_replicas(run.engine.raw.module.parameters(), run.groups)
+    unequal = unequal_replicas(run.engine.raw.module, run.groups)
     if unequal:
         raise RunFailed(f"step {run.step}: {len(unequal)} parameters differ between ranks that must hold them alike: "
                         f"{'; '.join(unequal[:5])}{'; ...' if len(unequal) > 5 else ''}. The run is not what it seems; "
@@ -223,6 +223,11 @@ def finish(run: Run, stopped: bool, seconds: float) -> int:
 
 def as_tensors(batches: list[Batch], groups: Groups) -> list[MicroBatch]:
     """This rank's part of a replica's batches, as tensors on its device."""
-    parts = [part_of(batch, groups.cp.rank, groups.cp.size) for batch in batches]
-    return [tuple(torch.from_numpy(array).to(groups.device) for array in (part.tokens, part.labels, part.weights))
-            for part in parts]
+    return [_as_tensors(part_of(batch, groups.cp.rank, groups.cp.size), groups.device) for batch in batches]
+
+
+def _as_tensors(part: Batch, device: torch.device) -> MicroBatch:
+    tokens, labels, weights, *rows = (
+        torch.from_numpy(array).to(device)
+        for array in (part.tokens, part.labels, part.weights, part.positions, part.documents) if array is not None)
+    return (tokens, *rows) if rows else tokens, labels, weights

@@ -62,7 +62,7 @@ def open_run(prepared: Prepared, resume: str, groups: Groups, stop: StopRequest)
     module = build_module(config, groups)
     if choice.path is None and has_profiled_scales(config.model):
         first_step = as_tensors(step_batches(config, prepared.datasets, groups, 0), groups)
-        profile(module, config.model.layers, [tokens for tokens, _, _ in first_step], groups)
+        profile(module, config.model.layers, [inputs for inputs, _, _ in first_step], groups)
     engine = build_engine(config, groups, module)
     notes = [*prepared.datasets.plan, *(f"passed over {path}: {reason}" for path, reason in choice.skipped)]
     step = 0

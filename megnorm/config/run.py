@@ -42,7 +42,8 @@ class DataConfig(Section):
     max_epochs: no source may be repeated more often. order: of the training samples; ``megatron`` is
     Megatron's own, in which a longer run sees other samples from the start. packing: one stream of tokens cut
     into samples, or whole documents fitted into each (arXiv:2404.10830). mask_document_ends: no loss on the
-    first token of a document that follows another one. cache: a folder where computed orders are kept.
+    first token of a document that follows another one. mask_documents: tokens see earlier ones of their own document
+    only. reset_positions: rotary positions count from the beginning of each document. cache: a folder where computed orders are kept.
     """
 
     sequence_length: int = Field(gt=0)
@@ -58,6 +59,8 @@ class DataConfig(Section):
     order: Literal["default", "megatron"] = "default"
     packing: Literal["none", "best_fit"] = "none"
     mask_document_ends: bool = False
+    mask_documents: bool = False
+    reset_positions: bool = False
     cache: str | None = None
 
     @field_validator("train", "valid", "test", "sources", mode="before")

@@ -24,8 +24,9 @@ class Batch:
 
     tokens i64 [b, s]; labels i64 [b, s], the tokens one place further on; weights f32 [b, s]: the loss to
     minimise is the mean over micro batches and data-parallel ranks of sum(weights * cross entropy).
-    Where documents are asked for: positions i64 [b, s], counted from the beginning of each document within
-    the row; documents i32 [b, s], equal for tokens of one document of a row and only for these.
+    Where documents are asked for: positions i64 [b, s], counted from the beginning of the row or of each
+    document within it; documents i32 [b, s], equal for tokens that may see each other and only for these, of
+    whole rows even where the others are a part.
     """
 
     tokens: np.ndarray
@@ -45,11 +46,9 @@ def part_of(batch: Batch, part: int, parts: int) -> Batch:
     the mean being taken over as many ranks more."""
     width = batch.tokens.shape[1] // parts
     columns = slice(part * width, (part + 1) * width)
-    positions, documents = (
-        None if array is None else array[:, columns].copy() for array in (batch.positions, batch.documents)
-    )
+    positions = None if batch.positions is None else batch.positions[:, columns].copy()
     return Batch(batch.tokens[:, columns].copy(), batch.labels[:, columns].copy(),
-                 batch.weights[:, columns] * np.float32(parts), positions, documents)
+                 batch.weights[:, columns] * np.float32(parts), positions, batch.documents)
 
 
 def every_token(labels: np.ndarray) -> np.ndarray:
@@ -62,13 +61,20 @@ class RowRules:
     """What counts as a target, and what is said of documents.
 
     valid_mask: which labels count. mask_ends: no loss where the label belongs to another document than the
-    input (Megatron's --eod-mask-loss). documents: fill `positions` and `documents` of the batches.
-    Padding never counts.
+    input (Megatron's --eod-mask-loss). mask_documents: tokens see those of their own document only (Megatron's
+    --reset-attention-mask). reset_positions: positions count from the beginning of each document (Megatron's
+    --reset-position-ids). Padding never counts.
     """
 
     valid_mask: ValidMask = every_token
     mask_ends: bool = False
-    documents: bool = False
+    mask_documents: bool = False
+    reset_positions: bool = False
+
+    @property
+    def documents(self) -> bool:
+        """Whether batches say anything of documents."""
+        return self.mask_documents or self.reset_positions
 
 
 PLAIN = RowRules()
@@ -148,8 +154,10 @@ def _batch(dataset: SampleSource, samples: range, rows: int, rules: RowRules, sc
         sample_rows[row] = dataset[sample]
         about = _documents(dataset, sample, rules)
         weights[row] = _valid(sample_rows[row, 1:], about, rules) * scale
-        if positions is not None and documents is not None:
-            positions[row], documents[row] = about.positions, about.documents
+        if rules.reset_positions:
+            positions[row] = about.positions
+        if rules.mask_documents:
+            documents[row] = about.documents
     return Batch(sample_rows[:, :-1].copy(), sample_rows[:, 1:].copy(), weights, positions, documents)
 
 

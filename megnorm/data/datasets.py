@@ -50,7 +50,9 @@ def open_datasets(config: Config) -> Datasets:
         else:
             sources, named = data.sources, data.split[number] > 0
         others[split] = _still(config, sources, split) if sources and named else None
-    return Datasets(train, **others, rules=RowRules(mask_ends=data.mask_document_ends), plan=tuple(plan))
+    rules = RowRules(mask_ends=data.mask_document_ends, mask_documents=data.mask_documents,
+                     reset_positions=data.reset_positions)
+    return Datasets(train, **others, rules=rules, plan=tuple(plan))
 
 
 def tokenizer_meta(config: Config) -> DatasetMeta | None:

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from megnorm.config.placement import AttentionSlots, HeadNorm
 from megnorm.model.common import Common
+from megnorm.model.documents import Documents
 from megnorm.model.init import BlockInit
 from megnorm.model.norm import Make, heads_norm
-from megnorm.model.rotary import Rotary
 from megnorm.parallel.linear import ColumnLinear, RowLinear
 from megnorm.parallel.sharding import Constant
 from megnorm.parallel.tensor import Alone
@@ -44,12 +44,13 @@ class Attention(nn.Module):
         self.scale_before = scale(slots.head_scale == "before", make=own)
         self.scale_after = scale(slots.head_scale == "after", make=tp.on_stream)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
         x = self.tp.enter(x)
-        q = self.place_q(self.q(x), self.q_norm, self.rotary)
-        k = self.place_k(self.k(x), self.k_norm, self.rotary)
+        turn = partial(self.rotary, documents=documents)
+        q = self.place_q(self.q(x), self.q_norm, turn, self.rotary.head_size)
+        k = self.place_k(self.k(x), self.k_norm, turn, self.rotary.head_size)
         v = by_head(self.v_norm(self.v(x)), self.rotary.head_size)
-        context = self.gate(self.ctx_norm(flat(self.core(q, k, v))), x)
+        context = self.gate(self.ctx_norm(flat(self.core(q, k, v, documents))), x)
         return self.scale_after(self.out(self.scale_before(context)))
 
 
@@ -63,17 +64,20 @@ def flat(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def norm_then_turn(x: Tensor, norm: nn.Module, rotary: Rotary) -> Tensor:
+Turn = Callable[[Tensor], Tensor]
+
+
+def norm_then_turn(x: Tensor, norm: nn.Module, turn: Turn, head_size: int) -> Tensor:
     """Queries or keys [b, s, h e] -> [b, h, s, e]."""
-    return rotary(by_head(norm(x), rotary.head_size))
+    return turn(by_head(norm(x), head_size))
 
 
-def turn_then_norm(x: Tensor, norm: nn.Module, rotary: Rotary) -> Tensor:
+def turn_then_norm(x: Tensor, norm: nn.Module, turn: Turn, head_size: int) -> Tensor:
     """Queries or keys [b, s, h e] -> [b, h, s, e]."""
-    return by_head(norm(flat(rotary(by_head(x, rotary.head_size)))), rotary.head_size)
+    return by_head(norm(flat(turn(by_head(x, head_size)))), head_size)
 
 
-def placing(norm: HeadNorm | None) -> Callable[[Tensor, nn.Module, Rotary], Tensor]:
+def placing(norm: HeadNorm | None) -> Callable[[Tensor, nn.Module, Turn, int], Tensor]:
     """In which order queries or keys are normed and turned."""
     return turn_then_norm if norm is not None and norm.rope == "after" else norm_then_turn
 

@@ -1,6 +1,7 @@
 """The sublayer equation, in one place, and the block of two sublayers."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,8 +10,10 @@ from megnorm.config.placement import Block as BlockSlots
 from megnorm.config.placement import Sublayer as Slots
 from megnorm.model.attention import Attention
 from megnorm.model.common import Common
+from megnorm.model.documents import Documents
 from megnorm.model.ffn import make_ffn
 from megnorm.model.init import block_init
+from megnorm.model.moe import MoE
 from megnorm.model.norm import hidden_norm
 from megnorm.model.scale import make_scale
 
@@ -34,14 +37,15 @@ class Sublayer(nn.Module):
         self.residual_scale = scale(f"{name}.residual_scale", slots.residual_scale)
         self.branch_scale = scale(f"{name}.branch_scale", slots.branch_scale)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.step(x)[0]
+    def forward(self, x: Tensor, *about: Any) -> Tensor:
+        """about: what the body takes beside h."""
+        return self.step(x, *about)[0]
 
-    def step(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def step(self, x: Tensor, *about: Any) -> tuple[Tensor, Tensor]:
         """The new x, and the branch that was added to it."""
         h = self.in_norm(x)
         r = h if self.residual_from == "normed" else x
-        branch = self.branch_scale(self.out_norm(self.body(h)))
+        branch = self.branch_scale(self.out_norm(self.body(h, *about)))
         return self.post_norm(self.residual_scale(r) + branch), branch
 
 
@@ -51,9 +55,9 @@ class TwoStreamSublayer(Sublayer):
     Both are one tensor [b, s, 2 d], x first, so that they pass as one through recomputation and pipeline.
     """
 
-    def forward(self, streams: Tensor) -> Tensor:
+    def forward(self, streams: Tensor, *about: Any) -> Tensor:
         x, y = streams.chunk(2, -1)
-        x, branch = self.step(x)
+        x, branch = self.step(x, *about)
         return torch.cat((x, y + branch), -1)
 
 
@@ -68,12 +72,15 @@ class Block(nn.Module):
         self.layer = layer
         name, init, sublayer = f"layers.{layer}", block_init(common.model, layer), SUBLAYERS[streams]
         attention = Attention(f"{name}.attention", common, slots.attention, init)
-        ffn = make_ffn(f"{name}.ffn", common, slots.ffn, init)
+        if layer in common.model.moe_layers:
+            ffn = MoE(f"{name}.ffn", layer, common, slots.ffn, init)
+        else:
+            ffn = make_ffn(f"{name}.ffn", common, slots.ffn, init, common.model.ffn_hidden)
         self.attention = sublayer(f"{name}.attention", slots.attention, attention, common)
         self.ffn = sublayer(f"{name}.ffn", slots.ffn, ffn, common)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.ffn(self.attention(x))
+    def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
+        return self.ffn(self.attention(x, documents))
 
 
 class Split(nn.Module):

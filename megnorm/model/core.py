@@ -1,6 +1,7 @@
 """The core of attention: softmax(scale q . k) v over earlier positions, by what the scores need.
 
-q [b, h, s, e], k and v [b, k, s, e] with h a multiple of k -> [b, h, s, e].
+q [b, h, s, e], k and v [b, k, s, e] with h a multiple of k, documents -> [b, h, s, e]. Where documents are given,
+a position sees the earlier ones of its own document only.
 """
 
 from collections.abc import Callable
@@ -12,9 +13,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megnorm.model.block_causal import LONGEST, block_causal
+from megnorm.model.documents import Documents
 from megnorm.model.kernels import wide_dtype
 
-Core = Callable[[Tensor, Tensor, Tensor], Tensor]
+Core = Callable[[Tensor, Tensor, Tensor, Documents | None], Tensor]
 ROWS = 256
 
 
@@ -29,20 +31,28 @@ def recomputed(core: Core) -> Core:
     return partial(checkpoint, core, use_reentrant=False, preserve_rng_state=False)
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+def plain(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None, *, scale: float | None) -> Tensor:
     """torch's attention; on a CPU, where that is slow, blocks of queries."""
     if q.device.type == "cpu" and q.shape[2] <= LONGEST:
-        return block_causal(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        begins = None if documents is None else documents.begins
+        return block_causal(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, begins)
+    if documents is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    if q.is_cuda:
+        return _flex(q, k, v, scale, None, documents)
+    return _each_alone(partial(plain, scale=scale), q, k, v, documents)
 
 
-def capped(q: Tensor, k: Tensor, v: Tensor, scale: float | None, cap: float) -> Tensor:
+def capped(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None, *, scale: float | None,
+           cap: float) -> Tensor:
     """With a soft-cap: flex_attention on CUDA, in blocks of queries elsewhere."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return (_flex if q.is_cuda else blockwise)(q, k, v, scale, cap)
+    if q.is_cuda:
+        return _flex(q, k, v, scale, _soft_cap(cap), documents)
+    return blockwise(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, cap, documents)
 
 
-def blockwise(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float) -> Tensor:
+def blockwise(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float,
+              documents: Documents | None = None) -> Tensor:
     """Plain tensor code; ``ROWS`` queries at a time see only the keys up to the last of them."""
     grouped = q.unflatten(1, (k.shape[1], -1))  # [b, k, h/k, s, e]
     out = []
@@ -51,16 +61,27 @@ def blockwise(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float) -> Tens
         stop = start + rows.shape[-2]
         scores = (rows @ k[:, :, None, :stop].transpose(-1, -2)).to(wide_dtype(q))
         scores = cap * torch.tanh(scores * (scale / cap))
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(start + 1)
-        weights = scores.masked_fill(later, float("-inf")).softmax(-1).to(v.dtype)
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(start + 1)
+        if documents is not None:
+            begins = documents.begins[:, None, None, start:stop, None]
+            hidden = hidden | (torch.arange(stop, device=q.device) < begins)
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).to(v.dtype)
         out.append(weights @ v[:, :, None, :stop])
     return torch.cat(out, -2).flatten(1, 2)
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float) -> Tensor:
+def _each_alone(core: Callable, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+    """A causal core over one document after the other: long rows, whose mask would be large."""
+    rows = [torch.cat([core(*(x[row:row + 1, :, first:end] for x in (q, k, v))) for first, end in spans], 2)
+            for row, spans in enumerate(documents.spans)]
+    return torch.cat(rows)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, scale: float | None, score_mod: Callable | None,
+          documents: Documents | None) -> Tensor:
     attention, causal = _compiled()
-    mask = causal(q.shape[2], str(q.device))
-    return attention(q, k, v, score_mod=_soft_cap(cap), block_mask=mask, scale=scale, enable_gqa=True)
+    mask = causal(q.shape[2], str(q.device)) if documents is None else documents.block_mask
+    return attention(q, k, v, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=True)
 
 
 @cache

@@ -1,6 +1,6 @@
 """The decoder as a list of layers, from which both the whole model and a pipeline's stages are built."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -13,14 +13,20 @@ from megnorm.config.placement import Placement, Scale
 from megnorm.model.block import Block, Merge, Split
 from megnorm.model.common import Common
 from megnorm.model.core import make_core, recomputed
+from megnorm.model.documents import Documents
 from megnorm.model.init import ends_init
 from megnorm.model.loss import TokenLoss
 from megnorm.model.norm import hidden_norm
 from megnorm.model.rotary import Rotary
+from megnorm.model.routing import Routing
 from megnorm.model.scale import StepClock, make_scale
 from megnorm.parallel.context import WholeContext
+from megnorm.parallel.expert import AllExperts
 from megnorm.parallel.linear import VocabEmbedding, vocab_logits
 from megnorm.parallel.tensor import Alone
+
+# Tokens [b, s] or the stream of hidden states; or either with what ``Documents`` is made of.
+Inputs = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
 class Layer(NamedTuple):
@@ -49,8 +55,8 @@ class Recomputed(nn.Module):
         super().__init__()
         self.block = block
 
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.block, x, use_reentrant=False, preserve_rng_state=False)
+    def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
+        return checkpoint(self.block, x, documents, use_reentrant=False, preserve_rng_state=False)
 
 
 class SoftCap(nn.Module):
@@ -65,16 +71,18 @@ class SoftCap(nn.Module):
 
 
 def decoder_layers(model: ModelConfig, placement: Placement, recompute: str, tp: Alone,
-                   cp: WholeContext | None = None, clock: StepClock | None = None) -> list[Layer]:
+                   cp: WholeContext | None = None, clock: StepClock | None = None, ep: AllExperts | None = None,
+                   routing: Routing | None = None) -> list[Layer]:
     """Embedding, its scale and norm, blocks, final norm, output, soft-cap; less what is absent.
 
-    cp: context-parallel ranks, by default this one alone. clock: the training step, for factors that depend on
-    it; by default they are as after the last.
+    cp, ep: context- and expert-parallel ranks, by default this one alone. clock: the training step, for factors that
+    depend on it; by default they are as after the last. routing: where the routers record.
     """
     cp, clock = cp or WholeContext(), clock or StepClock()
+    ep, routing = ep or AllExperts(), routing or Routing(model)
     core = make_core(placement.attention_scale, placement.attention_softcap)
     core = cp.around(recomputed(core) if recompute == "selective" else core)
-    common = Common(model, tp, cp, Rotary(model.head_size, model.rope_theta, cp.rank), core, clock)
+    common = Common(model, tp, cp, Rotary(model.head_size, model.rope_theta, cp.rank), core, clock, ep, routing)
 
     def block(number: int) -> nn.Module:
         built = Block(number, placement.blocks[number], placement.streams, common)
@@ -128,6 +136,15 @@ def tied_logits(embedding: VocabEmbedding, x: Tensor) -> Tensor:
     return vocab_logits(x, embedding.weight, embedding.tp)
 
 
+def through(layers: Iterable[Callable], inputs: Inputs) -> Tensor:
+    """The stream after the layers; blocks are told where the documents lie."""
+    x, *rows = inputs if isinstance(inputs, tuple) else (inputs,)
+    documents = Documents(*rows) if rows else None
+    for layer in layers:
+        x = layer(x, documents) if isinstance(layer, (Block, Recomputed)) else layer(x)
+    return x
+
+
 class Decoder(nn.Module):
     """The whole model on one pipeline stage: tokens [b, s] -> logits [b, s, v / tp], or the loss."""
 
@@ -139,8 +156,6 @@ class Decoder(nn.Module):
             again = layer.tied and len(self.layers) > 0
             self.layers.append(Output(self.layers[0].weight, self.layers[0].tp) if again else layer.build())
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-        x = tokens
-        for layer in self.layers:
-            x = layer(x)
+    def forward(self, inputs: Inputs, targets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        x = through(self.layers, inputs)
         return x if targets is None else self.loss(x, (targets, weights))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megnorm.config import ModelConfig
 from megnorm.model.block import Block, Sublayer
+from megnorm.model.decoder import Inputs
 from megnorm.model.scale import LearnedScale
 from megnorm.norms import placement_of
 from megnorm.parallel.groups import Groups
@@ -27,10 +28,10 @@ class Moments:
 
 
 @torch.no_grad()
-def profile(module: nn.Module, layers: int, micro_batches: Iterable[Tensor], groups: Groups) -> None:
+def profile(module: nn.Module, layers: int, micro_batches: Iterable[Inputs], groups: Groups) -> None:
     """Set each profiled factor w_s of the sublayers s = 1 .. 2 ``layers`` of this rank's part of a model.
 
-    With every such factor 1, the tokens [b, s] of the micro batches pass through the whole model; then w_1 = 1
+    With every such factor 1, the inputs of the micro batches pass through the whole model; then w_1 = 1
     and w_{s+1} = sqrt(w_s^2 Var x_s + Var f_s), with x_s the residual and f_s the branch of sublayer s. The
     variances are over all elements of the global batch, so every layout finds the same up to rounding. A
     collective call of all ranks.
@@ -44,8 +45,8 @@ def profile(module: nn.Module, layers: int, micro_batches: Iterable[Tensor], gro
              for s, sublayer in own.items()]
     hooks += [sublayer.branch_scale.register_forward_hook(partial(_see_output, branches[s]))
               for s, sublayer in own.items()]
-    for tokens in micro_batches:
-        _pass_on(module, tokens, groups)
+    for inputs in micro_batches:
+        _pass_on(module, inputs, groups)
     for hook in hooks:
         hook.remove()
     factors = [1.0]
@@ -75,13 +76,14 @@ def _profiled(sublayer: Sublayer) -> bool:
     return isinstance(sublayer.residual_scale, LearnedScale) and sublayer.residual_scale.profiled
 
 
-def _pass_on(module: nn.Module, tokens: Tensor, groups: Groups) -> None:
-    """One micro batch through the stages, one after the other."""
+def _pass_on(module: nn.Module, inputs: Inputs, groups: Groups) -> None:
+    """One micro batch through the stages, one after the other; each knows itself where the documents lie."""
     stage, last = groups.at.pp, groups.layout.pp - 1
-    x = tokens if stage == 0 else _receive(groups, stage - 1)
-    y = module(x)
+    x, *rows = inputs if isinstance(inputs, tuple) else (inputs,)
+    x = x if stage == 0 else _receive(groups, stage - 1)
+    y = module((x, *rows) if rows else x)
     if stage < last:
-        _send(y, groups, stage + 1)
+        _send(y[0] if rows else y, groups, stage + 1)
 
 
 def _send(x: Tensor, groups: Groups, stage: int) -> None:

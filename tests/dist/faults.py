@@ -101,10 +101,10 @@ def input_gradient_not_summed(stack):
 def residual_after_enter(stack):
     from megnorm.model.block import Sublayer
 
-    def step(self, x):
+    def step(self, x, *about):
         h = self.body.tp.enter(self.in_norm(x))
         r = h if self.residual_from == "normed" else x
-        branch = self.branch_scale(self.out_norm(self.body(h)))
+        branch = self.branch_scale(self.out_norm(self.body(h, *about)))
         return self.post_norm(self.residual_scale(r) + branch), branch
 
     swap(stack, Sublayer, "step", lambda _: step)

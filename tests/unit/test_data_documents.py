@@ -76,15 +76,16 @@ def test_batches_say_where_documents_are_when_asked() -> None:
     dataset = Pieces(False)
     plain = micro_batches(dataset, 0, 4, 4, 0, 1)[0]
     assert plain.positions is None and plain.documents is None
-    batch = micro_batches(dataset, 0, 4, 4, 0, 1, RowRules(documents=True))[0]
+    both = RowRules(mask_documents=True, reset_positions=True)
+    batch = micro_batches(dataset, 0, 4, 4, 0, 1, both)[0]
     for n in range(4):
         about = row_documents(dataset.segments(n), S)
         assert batch.positions[n].tolist() == about.positions.tolist()
         assert batch.documents[n].tolist() == about.documents.tolist()
     part = part_of(batch, 1, 2)
     assert part.positions.tolist() == batch.positions[:, 4:].tolist()
-    assert part.documents.tolist() == batch.documents[:, 4:].tolist()
-    beyond = evaluation_batches(dataset, 3, 4, 0, 1, RowRules(documents=True))[0]
+    assert part.documents.tolist() == batch.documents.tolist()  # of whole rows
+    beyond = evaluation_batches(dataset, 3, 4, 0, 1, both)[0]
     assert beyond.positions[3].tolist() == list(range(S)) and not beyond.weights[3].any()
 
 
