@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megnorm.checkpoint.resume import CheckpointError, choose
 from megnorm.checkpoint.storage import read_manifest
-from megnorm.checkpoint.weights import read_weights
+from megnorm.checkpoint.weights import fill
 from megnorm.config import load_config
 from megnorm.data.datasets import tokenizer_meta
 from megnorm.data.tokenizers import Tokenizer, load_tokenizer
@@ -30,10 +30,7 @@ def continuation(run_dir: str | Path, prompt: str, tokens: int = 100, temperatur
     clock = StepClock(read_manifest(chosen.path).step)
     model = Decoder(decoder_layers(config.model, placement_of(config.model), "none", Alone(), clock=clock),
                     TokenLoss(config.model.vocab_size, Alone()))
-    weights = read_weights(chosen.path)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(weights[parameter.sharding.name])
+    fill(model, chosen.path)
     tokenizer = _tokenizer(config)
     ids = tokenizer.encode([prompt])[0]
     if not ids:

@@ -12,11 +12,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from megnorm.checkpoint import resume, storage
-from megnorm.checkpoint.manifest import Entry, Manifest, Unreadable
+from megnorm.checkpoint.manifest import STATE, Entry, Manifest, Unreadable
 from megnorm.checkpoint.resume import CheckpointError, Choice
-from megnorm.engine.state import MASTER, is_second_copy, local_parameters, moment_keys, write_state
+from megnorm.engine.state import MASTER, is_second_copy, local_parameters, moment_keys, other_states, write_state
 from megnorm.parallel.groups import Groups
-from megnorm.parallel.sharding import sharding_of
+from megnorm.parallel.sharding import Sharding, sharding_of
 
 
 @dataclass(frozen=True)
@@ -51,18 +51,20 @@ def load(path: Path, engine, groups: Groups) -> Loaded:
     manifest, problems = None, []
     try:
         manifest = storage.verify(path, checksums=False)
-        problems = _misfits(engine, manifest)
+        problems = _misfits(engine, groups, manifest)
     except Unreadable as error:
         problems = [str(error)]
     _raise_together(path, problems)
     planned = Counter()
-    for parameter in local_parameters(engine):
-        for key in (MASTER, *moment_keys(engine)):
-            planned[sharding_of(parameter).name, key] += _owned_numel(parameter)
+    for sharding, owned, keys in _wanted(engine, groups):
+        for key in keys:
+            planned[sharding.name, key] += prod(sharding.local_shape) * owned
     _raise_together(path, _uncovered(planned, manifest, engine, groups))
     with ExitStack() as stack:
         reader = _Reader(path, manifest, groups, stack)
-        write_state(engine, reader.read, manifest.optimizer_step)
+        write_state(engine, reader.of_parameter, manifest.optimizer_step)
+        for sharding, value in other_states(engine, groups):
+            value.copy_(reader.read(sharding, STATE, sharding.first and groups.accounts_for(sharding)))
     _raise_together(path, reader.problems or _uncovered(reader.counts, manifest, engine, groups))
     tensors = sum(len(entry.keys) for entry in manifest.tensors.values())
     return Loaded(manifest, f"{tensors} tensors of {len(manifest.tensors)} parameters read, each once")
@@ -77,9 +79,14 @@ class _Reader:
         self.counts: Counter[tuple[str, str]] = Counter()
         self.problems: list[str] = []
 
-    def read(self, parameter: nn.Parameter, key: str) -> Tensor:
-        """This rank's part. A failure is noted, and zeros go on: the other ranks wait for this one."""
-        sharding = sharding_of(parameter)
+    def of_parameter(self, parameter: nn.Parameter, key: str) -> Tensor:
+        """This rank's part of a master or of a moment."""
+        sharding, owned = sharding_of(parameter), _is_owned(parameter, self.groups)
+        return sharding.join([self.read(part, key, owned) for part in sharding.by_expert()])
+
+    def read(self, sharding: Sharding, key: str, owned: bool) -> Tensor:
+        """This rank's part of a tensor, counted where it is this rank's own. A failure is noted, and zeros go on:
+        the other ranks wait for this one."""
         try:
             value = self._slice(sharding.name, key, sharding.slices())
             if tuple(value.shape) != sharding.local_shape or value.dtype != torch.float32:
@@ -87,7 +94,7 @@ class _Reader:
         except (SafetensorError, OSError, Unreadable) as error:
             self.problems.append(f"{sharding.name}/{key}: {error}")
             return torch.zeros(sharding.local_shape)
-        self.counts[sharding.name, key] += _owned_numel(parameter)
+        self.counts[sharding.name, key] += prod(sharding.local_shape) * owned
         return value
 
     def _slice(self, name: str, key: str, wanted: tuple[slice, ...]) -> Tensor:
@@ -111,19 +118,25 @@ class _Reader:
         return self.files[file].get_slice(tensor)[where]
 
 
-def _owned_numel(parameter: nn.Parameter) -> int:
-    """Elements that this rank counts as read: replicas and second copies of tied weights don't count."""
+def _is_owned(parameter: nn.Parameter, groups: Groups) -> bool:
+    """Whether this rank counts what it reads: replicas and second copies of tied weights don't count."""
     sharding = sharding_of(parameter)
-    if is_second_copy(parameter) or not sharding.first:
-        return 0
-    return prod(sharding.local_shape)
+    return sharding.first and groups.accounts_for(sharding) and not is_second_copy(parameter)
 
 
-def _misfits(engine, manifest: Manifest) -> list[str]:
-    """Local parameters that the checkpoint can't fill."""
-    keys, problems = (MASTER, *moment_keys(engine)), []
-    for parameter in local_parameters(engine):
-        sharding = sharding_of(parameter)
+def _wanted(engine, groups: Groups) -> list[tuple[Sharding, bool, tuple[str, ...]]]:
+    """What this rank reads, expert by expert: from where, whether it counts here, under which keys."""
+    keys = (MASTER, *moment_keys(engine))
+    parameters = [(part, _is_owned(p, groups), keys) for p in local_parameters(engine)
+                  for part in sharding_of(p).by_expert()]
+    return parameters + [(sharding, sharding.first and groups.accounts_for(sharding), (STATE,))
+                         for sharding, _ in other_states(engine, groups)]
+
+
+def _misfits(engine, groups: Groups, manifest: Manifest) -> list[str]:
+    """Local tensors that the checkpoint can't fill."""
+    problems = []
+    for sharding, _, keys in _wanted(engine, groups):
         entry: Entry | None = manifest.tensors.get(sharding.name)
         if entry is None:
             problems.append(f"{sharding.name} is missing")

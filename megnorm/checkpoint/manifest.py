@@ -1,8 +1,9 @@
 """What a checkpoint says about itself: files with checksums, tensors with their slices, trainer state.
 
 Version 1. Every tensor is fp32 and whole over data parallelism; it is known by the parameter's global name
-and a key ("master", "exp_avg", ...), and cut along at most one dimension. Nothing in it depends on the layout
-that wrote it but the cut, which any reader can join. No torch: a command may look for checkpoints quickly.
+and a key ("master", "exp_avg", ...; "state" for what no optimizer moves), and cut along at most one dimension.
+Each expert of a parameter that holds several is a tensor of its own, NAME.NUMBER. Nothing in it depends on the
+layout that wrote it but the cut, which any reader can join. No torch: a command may look for checkpoints quickly.
 """
 
 import hashlib
@@ -13,6 +14,8 @@ from pydantic import Field, ValidationError, model_validator
 from megnorm.config.base import Section
 
 FILE_NAME = "manifest.json"
+# The key of a tensor that no optimizer moves.
+STATE = "state"
 
 
 class Unreadable(ValueError):

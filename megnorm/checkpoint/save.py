@@ -3,7 +3,7 @@
 import hashlib
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from megnorm.checkpoint import storage
-from megnorm.checkpoint.manifest import Entry, File, Manifest, Part, encode
-from megnorm.engine.state import optimizer_step, read_state
+from megnorm.checkpoint.manifest import STATE, Entry, File, Manifest, Part, encode
+from megnorm.engine.state import optimizer_step, other_states, read_state
 from megnorm.parallel.groups import Groups
 from megnorm.parallel.sharding import Sharding, sharding_of
 
@@ -55,7 +55,7 @@ def save(run_dir: str | Path, engine, groups: Groups, *, trainer: dict[str, Any]
          keep_last: int, keep_every: int = 0, file_bytes: int = FILE_BYTES) -> Saved:
     """Write the checkpoint of ``trainer["step"]``; a collective call of all ranks, between two steps.
 
-    One rank of each pipeline stage and tensor-parallel index writes, in files of about ``file_bytes`` (it
+    One rank of each pipeline stage, tensor- and expert-parallel index writes, in files of about ``file_bytes`` (it
     holds a few times as much in memory). trainer, config: JSON values. Then all checkpoints are removed but
     the last ``keep_last`` and each of a step divisible by ``keep_every``. Raises, on all ranks alike and with
     no file left: SaveFailed (no space, no permission, ...; training may go on), ReplicasDiffer (it should
@@ -67,7 +67,7 @@ def save(run_dir: str | Path, engine, groups: Groups, *, trainer: dict[str, Any]
     record.optimizer_step = optimizer_step(engine)
     records = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(record, records)
-    layout = {"tp": groups.layout.tp, "pp": groups.layout.pp, "dp": groups.layout.dp,
+    layout = {"tp": groups.layout.tp, "pp": groups.layout.pp, "dp": groups.layout.dp, "ep": groups.layout.ep,
               "zero_stage": engine.zero_optimization_stage()}
     about = {"serial": serial, "step": step, "optimizer_step": record.optimizer_step, "layout": layout,
              "trainer": trainer, "config": config}
@@ -94,16 +94,17 @@ def _on_first(work: Callable[[], Any]) -> Any:
 
 def _write_parts(engine, groups: Groups, folder: Path, file_bytes: int) -> _Record:
     """Write this rank's share. A failure is kept in the record: the others wait for its collectives."""
-    writer = _PartWriter(folder, f"part-{groups.at.pp:02d}-{groups.at.tp:02d}", file_bytes)
+    number = groups.at.dp * groups.layout.tp + groups.at.tp
+    writer = _PartWriter(folder, f"part-{groups.at.pp:02d}-{number:02d}", file_bytes)
     digests: dict[tuple[str, int], str] = {}
-    for parameter, values in read_state(engine):
-        if groups.at.dp != 0:
+    for sharding, values in _all_state(engine, groups):
+        if not (groups.first_model and groups.accounts_for(sharding)):
             continue
-        sharding = sharding_of(parameter)
         if sharding.count < groups.layout.tp:
             digests[sharding.name, sharding.index] = _digest(values)
         if sharding.first:
-            writer.add(sharding, values)
+            for number, part in enumerate(sharding.by_expert()):
+                writer.add(part, {key: sharding.cut(value)[number] for key, value in values.items()})
     writer.flush()
     if groups.layout.tp > 1:
         replicas: list = [None] * groups.layout.tp
@@ -112,6 +113,11 @@ def _write_parts(engine, groups: Groups, folder: Path, file_bytes: int) -> _Reco
         writer.record.unequal = sorted({name for name, index in parts
                                         if len({held[name, index] for held in replicas if (name, index) in held}) > 1})
     return writer.record
+
+
+def _all_state(engine, groups: Groups) -> Iterator[tuple[Sharding, dict[str, Tensor]]]:
+    yield from ((sharding_of(parameter), values) for parameter, values in read_state(engine))
+    yield from ((sharding, {STATE: value}) for sharding, value in other_states(engine, groups))
 
 
 class _PartWriter:

@@ -6,10 +6,11 @@ from typing import NamedTuple
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, nn
 
 from megnorm.config import Config
-from megnorm.engine import clip
+from megnorm.engine import clip, experts
 from megnorm.engine.mpu import Mpu
 from megnorm.engine.optimizer import parameter_groups
 from megnorm.engine.settings import deepspeed_settings, zero_stage
@@ -17,7 +18,8 @@ from megnorm.engine.start import quiet
 from megnorm.parallel.groups import Groups
 from megnorm.parallel.sharding import sharding_of
 
-MicroBatch = tuple[Tensor, Tensor, Tensor]
+Inputs = Tensor | tuple[Tensor, Tensor, Tensor]
+MicroBatch = tuple[Inputs, Tensor, Tensor]
 
 
 class StepResult(NamedTuple):
@@ -32,8 +34,9 @@ class StepResult(NamedTuple):
 class Engine:
     """A DeepSpeed engine around this rank's part of the model.
 
-    Micro batches are (tokens [b, s], targets [b, s], weights [b, s]); the weights hold the normalisation, so
-    that the engine's mean over micro batches and replicas is the mean over the tokens of the global batch.
+    Micro batches are (inputs, targets [b, s], weights [b, s]). Inputs are the tokens [b, s], or (tokens, positions
+    [b, s], documents [b, s of whole rows]). The weights hold the normalisation, so that the engine's mean over
+    micro batches and replicas is the mean over the tokens of the global batch.
     ``module.clock`` is the training step that the module sees, ``module.token_loss`` meters its loss.
     """
 
@@ -45,7 +48,8 @@ class Engine:
             # DeepSpeed's gradient norm takes what carries this mark from every tensor rank, and all else from
             # the first one.
             parameter.tensor_model_parallel = sharding_of(parameter).first
-        optimizer = make_optimizer(parameter_groups(module, config.optimizer, groups.pp_group))
+        experts.announce(module, groups)
+        optimizer = make_optimizer(parameter_groups(module, config.optimizer, groups))
         pipeline = groups.layout.pp > 1
         with quiet():
             self.raw, *_ = deepspeed.initialize(model=module, optimizer=optimizer,
@@ -53,6 +57,8 @@ class Engine:
                                                 mpu=None if pipeline else Mpu(groups))
         if zero_stage(config, groups.layout) == 0:
             clip.install(self.raw, groups)
+        if isinstance(self.raw.optimizer, BF16_Optimizer):
+            clip.sum_by_rows(self.raw.optimizer)
         if groups.layout.dp == 1:
             # A sum over one replica: DeepSpeed would copy all gradients there and back.
             self.raw.buffered_allreduce_fallback = lambda *args, **kwargs: None
@@ -114,4 +120,4 @@ class Engine:
 
 
 def _as_pipeline(batches: list[MicroBatch]):
-    return iter([(tokens, (targets, weights)) for tokens, targets, weights in batches])
+    return iter([(inputs, (targets, weights)) for inputs, targets, weights in batches])

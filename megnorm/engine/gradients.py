@@ -8,7 +8,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from megnorm.engine.clip import counts_here
+from megnorm.engine.clip import counts_here, norms_of_rows
 from megnorm.parallel.groups import Groups
 
 
@@ -31,7 +31,7 @@ def squared_norms(engine, groups: Groups) -> dict[str, Tensor]:
     shares: dict[str, Tensor] = {}
     for parameter, gradient in _own_gradients(engine, groups):
         if counts_here(parameter):
-            square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+            square = torch.linalg.vector_norm(norms_of_rows(gradient), dtype=torch.float64).square()
             name = parameter.sharding.name
             shares[name] = shares[name] + square if name in shares else square
     return shares
@@ -47,10 +47,17 @@ def _own_gradients(engine, groups: Groups) -> Iterator[tuple[nn.Parameter, Tenso
         for number, members in enumerate(optimizer.params_in_partition):
             # The list may end with padding.
             yield from zip(members, optimizer.averaged_gradients[number], strict=False)
-    elif groups.at.dp == 0:  # every replica holds all of it
-        if isinstance(optimizer, BF16_Optimizer):
-            for members, gradients in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True):
-                yield from zip(members, gradients, strict=True)
-        else:
-            assert optimizer is engine.basic_optimizer, f"no rule for {type(optimizer).__name__}"
-            yield from ((p, p.grad) for p in engine.module.parameters() if p.grad is not None)
+    elif groups.first_model:  # every whole model holds all of it
+        yield from ((p, gradient) for p, gradient in _all_gradients(engine)
+                    if counts_here(p) and groups.accounts_for(p.sharding))
+
+
+def _all_gradients(engine) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Of an engine that doesn't cut gradients over data-parallel ranks."""
+    optimizer = engine.optimizer
+    if isinstance(optimizer, BF16_Optimizer):
+        for members, gradients in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True):
+            yield from zip(members, gradients, strict=True)
+    else:
+        assert optimizer is engine.basic_optimizer, f"no rule for {type(optimizer).__name__}"
+        yield from ((p, p.grad) for p in engine.module.parameters() if p.grad is not None)

@@ -16,7 +16,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from megnorm.parallel.sharding import sharding_of
+from megnorm.parallel.groups import Groups
+from megnorm.parallel.sharding import Constant, Sharding, kept_states, sharding_of
 
 MASTER = "master"
 
@@ -45,6 +46,12 @@ def local_parameters(engine) -> list[nn.Parameter]:
 def is_second_copy(parameter: nn.Parameter) -> bool:
     """Whether another pipeline stage owns this tied weight."""
     return getattr(parameter, "ds_pipe_replicated", False)
+
+
+def other_states(engine, groups: Groups) -> list[tuple[Sharding, Tensor]]:
+    """Training state beside the parameters: buffers (``keep_state``), to read and write in place."""
+    return [(Sharding(name, tuple(value.shape), role="state", init=Constant(0.0), first=groups.at.tp == 0), value)
+            for name, value in kept_states(engine.module).items()]
 
 
 def moment_keys(engine) -> tuple[str, ...]:

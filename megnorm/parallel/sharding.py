@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-Role = Literal["matrix", "embedding", "norm", "bias"]
+Role = Literal["matrix", "embedding", "norm", "bias", "state"]
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,14 @@ class Sharding:
         return [replace(self, name=f"{self.name}.{number}", shape=self.shape[1:], experts=None,
                         dim=None if self.dim is None else self.dim - 1)
                 for number in range(self.slices()[0].start, self.slices()[0].stop)]
+
+    def cut(self, value: Tensor) -> list[Tensor]:
+        """This rank's part of a tensor in the pieces of ``by_expert``."""
+        return [value] if self.experts is None else list(value.unbind(0))
+
+    def join(self, pieces: list[Tensor]) -> Tensor:
+        """The inverse of ``cut``."""
+        return pieces[0] if self.experts is None else torch.stack(pieces)
 
 
 def new_parameter(sharding: Sharding) -> nn.Parameter:

@@ -20,7 +20,7 @@ class Layout:
 
     dp: ranks over which gradients are averaged: ``replicas`` times cp neighbours that share their sequences
     (context parallelism). sp: Megatron's sequence parallelism, the hidden stream cut over the
-    tensor-parallel ranks.
+    tensor-parallel ranks. ep: data-parallel neighbours over which the experts of an MoE layer are cut.
     """
 
     pp: int
@@ -28,6 +28,7 @@ class Layout:
     tp: int
     sp: bool = False
     cp: int = 1
+    ep: int = 1
 
     @property
     def replicas(self) -> int:
@@ -51,9 +52,22 @@ class Layout:
             members.setdefault(tuple(getattr(at, name) for name in others), []).append(rank)
         return list(members.values())
 
+    def neighbours(self, size: int) -> list[list[int]]:
+        """The data-parallel groups cut into runs of ``size`` adjacent ranks: cp or ep."""
+        return [ranks[i:i + size] for ranks in self.groups("dp") for i in range(0, self.dp, size)]
+
+    def expert_replicas(self) -> list[list[int]]:
+        """The data-parallel ranks that hold the same experts."""
+        return [ranks[i::self.ep] for ranks in self.groups("dp") for i in range(self.ep)]
+
+    def whole_models(self) -> list[list[int]]:
+        """The ranks that hold one whole model between them: all stages, shards and experts."""
+        return [[rank for rank in range(self.world) if self.coordinates(rank).dp // self.ep == part]
+                for part in range(self.dp // self.ep)]
+
     def __str__(self) -> str:
         return (f"TP={self.tp}{' with SP' if self.sp else ''} PP={self.pp} DP={self.replicas}"
-                f"{f' CP={self.cp}' if self.cp > 1 else ''}")
+                f"{f' CP={self.cp}' if self.cp > 1 else ''}{f' EP={self.ep}' if self.ep > 1 else ''}")
 
 
 def make_layout(config: Config, world: int) -> Layout:
@@ -69,7 +83,8 @@ def make_layout(config: Config, world: int) -> Layout:
     if parallel.dp not in (None, replicas):
         raise ConfigError(f"parallel.dp={parallel.dp} doesn't fit: {world} processes / ({factors}) = {replicas}; "
                           f"leave dp out, or start {model_ranks * parallel.dp} processes")
-    return Layout(pp=parallel.pp, dp=replicas * parallel.cp, tp=parallel.tp, sp=parallel.sp, cp=parallel.cp)
+    return Layout(pp=parallel.pp, dp=replicas * parallel.cp, tp=parallel.tp, sp=parallel.sp, cp=parallel.cp,
+                  ep=parallel.ep)
 
 
 def check_layout(config: Config, layout: Layout) -> None:
@@ -107,11 +122,37 @@ def check_layout(config: Config, layout: Layout) -> None:
     if layout.pp > model.layers:
         raise ConfigError(f"parallel.pp={layout.pp} is more than model.layers={model.layers}: "
                           "each stage needs at least one layer")
+    _check_experts(config, layout)
     per_step = train.micro_batch * layout.replicas
     if train.global_batch % per_step:
         near = max(per_step, round(train.global_batch / per_step) * per_step)
         raise ConfigError(f"train.global_batch={train.global_batch} is not divisible by micro_batch="
                           f"{train.micro_batch} x dp={layout.replicas} = {per_step}; the nearest that is: {near}")
+
+
+def _check_experts(config: Config, layout: Layout) -> None:
+    """The part of ``check_layout`` about ``model.moe``."""
+    moe, parallel = config.model.moe, config.parallel
+    if moe is None:
+        if layout.ep > 1:
+            raise ConfigError(f"parallel.ep={layout.ep} cuts the experts of model.moe, which is not set: leave ep out")
+        return
+    if moe.ffn_hidden % layout.tp:
+        fits = [n for n in range(1, moe.ffn_hidden + 1) if moe.ffn_hidden % n == 0][:8]
+        raise ConfigError(f"model.moe.ffn_hidden={moe.ffn_hidden} is not divisible by parallel.tp={layout.tp}; "
+                          f"tp could be one of {fits}")
+    if layout.dp % layout.ep or moe.experts % layout.ep:
+        fits = [n for n in range(1, layout.dp + 1) if layout.dp % n == 0 and moe.experts % n == 0]
+        raise ConfigError(f"parallel.ep={layout.ep} must divide both the {layout.dp} data-parallel ranks "
+                          f"(dp={layout.replicas} x cp={layout.cp}) and model.moe.experts={moe.experts}; "
+                          f"ep could be one of {fits}")
+    if layout.ep > 1 and parallel.zero_stage == 3:
+        raise ConfigError(f"parallel.zero_stage=3 doesn't go with parallel.ep={layout.ep}: the engine shards weights "
+                          "only of layers that all data-parallel ranks hold; take zero_stage 1 or 2, or ep=1")
+    if layout.ep > 1 and layout.tp > 1 and config.model.bias and config.train.dtype == "bf16" and parallel.zero_stage < 2:
+        raise ConfigError(f"model.bias=true doesn't go with parallel.ep={layout.ep}, tp={layout.tp}, dtype=bf16 and "
+                          f"zero_stage={parallel.zero_stage}: the engine would count the experts' biases on every "
+                          "tensor-parallel rank; take zero_stage=2, or leave the biases out")
 
 
 def accumulation_steps(config: Config, layout: Layout) -> int:

@@ -42,7 +42,7 @@ def test_zero_stage_and_replicas_may_change(tmp_path):
     tensors, manifest = read_files(storage.find_newest(run).path)
     reference, _ = read_files(storage.find_newest(whole).path)
     assert (manifest.step, manifest.optimizer_step) == (4, 4)
-    assert manifest.layout == {"tp": 1, "pp": 1, "dp": 2, "zero_stage": 3}
+    assert manifest.layout == {"tp": 1, "pp": 1, "dp": 2, "ep": 1, "zero_stage": 3}
     assert tensors.keys() == reference.keys()
     for name, value in tensors.items():
         assert torch.allclose(value, reference[name], rtol=1e-5, atol=1e-7), name
