@@ -47,7 +47,7 @@ def capped(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None, 
            cap: float) -> Tensor:
     """With a soft-cap: flex_attention on CUDA, in blocks of queries elsewhere."""
     if q.is_cuda:
-        return _flex(q, k, v, scale, _soft_cap(cap), documents)
+        return _flex(q, k, v, scale, cap, documents)
     return blockwise(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, cap, documents)
 
 
@@ -77,16 +77,16 @@ def _each_alone(core: Callable, q: Tensor, k: Tensor, v: Tensor, documents: Docu
     return torch.cat(rows)
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, scale: float | None, score_mod: Callable | None,
-          documents: Documents | None) -> Tensor:
+def _flex(q: Tensor, k: Tensor, v: Tensor, scale: float | None, cap: float | None,
+          documents: Documents | None = None) -> Tensor:
     attention, causal = _compiled()
     mask = causal(q.shape[2], str(q.device)) if documents is None else documents.block_mask
-    return attention(q, k, v, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=True)
+    return attention(q, k, v, score_mod=_soft_cap(cap), block_mask=mask, scale=scale, enable_gqa=True)
 
 
 @cache
-def _soft_cap(cap: float) -> Callable:
-    return lambda score, *_: cap * torch.tanh(score / cap)
+def _soft_cap(cap: float | None) -> Callable | None:
+    return None if cap is None else lambda score, *_: cap * torch.tanh(score / cap)
 
 
 @cache
