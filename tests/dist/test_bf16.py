@@ -85,3 +85,28 @@ def test_gradients_accumulate_in_fp32():
         config = tiny_config(train__dtype="bf16", train__global_batch=count, model__layers=1)
         ((_, (norms[count],), _),) = run_ranks(train, 1, config, 1, 0.0, True)
     assert norms[512] == pytest.approx(norms[1], rel=1e-3)
+
+
+def norm_beside_fp64(config):
+    """The engine's gradient norm of one step, and the one of the same gradients in fp64."""
+    from megnorm.build import build_engine
+    from megnorm.engine.gradients import before_update, squared_norms
+    from megnorm.engine.start import start
+    from megnorm.parallel.groups import make_groups
+    from megnorm.plan.layout import make_layout
+    from megnorm.testing.parity import micro_batches
+
+    device, squares = torch.device("cpu"), []
+    start(device, 120)
+    groups = make_groups(make_layout(config, dist.get_world_size()), device, config.model.kv_heads)
+    engine = build_engine(config, groups)
+    before_update(engine.raw, lambda: squares.append(sum(squared_norms(engine.raw, groups).values())))
+    result = engine.step(micro_batches(config, groups, 0), 1e-3, 1)
+    return result.grad_norm, float(squares[0].sqrt())
+
+
+def test_the_norm_of_a_large_tensor():
+    """torch's fp32 sum over the embedding's 4 million squares is off by more than that on a CPU."""
+    config = tiny_config(train__dtype="bf16", model__vocab_size=2**17 - 1, model__layers=1)
+    ((got, right),) = run_ranks(norm_beside_fp64, 1, config)
+    assert got == pytest.approx(right, rel=1e-6)
