@@ -65,7 +65,7 @@ def _stage(config: Config, layout: Layout, stage: int, device: str, shape: Shape
         whole += sum(parameter.numel() for parameter in parameters if sharding_of(parameter).first)
         roles = {role: sum(p.numel() for p in parameters if sharding_of(p).role == role)
                  for role in ("embedding", "matrix", "norm", "bias")}
-    planned = stage_parameters(config, layout, stage, shape)
+    planned = stage_parameters(config, layout, stage, shape).total
     assert sizes == {planned}, f"stage {stage}: built {sizes}, planned {planned} parameters a rank"
     return StageReport(stage, names, layout.dp * layout.tp, planned, whole, roles,
                        stage_memory(config, layout, stage, device, shape))

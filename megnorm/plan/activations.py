@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megnorm.config import Config
-from megnorm.config.placement import AttentionSlots, Block, FFNSlots, HeadNorm, Norm, Scale, Sublayer
+from megnorm.config.placement import AttentionSlots, FFNSlots, HeadNorm, Norm, Scale, Sublayer
 from megnorm.plan.layout import Layout
+from megnorm.plan.stages import PlannedBlock
 
 BLOCK, LONGEST = 64, 1024  # of megnorm.model.block_causal
-FP32 = 4
+FP32, INT64 = 4, 8
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,15 @@ class Activations:
         model = self.config.model
         return self.region * max(1, model.kv_heads // self.layout.tp) * model.head_size * self.itemsize
 
-    @cached_property
-    def inner(self) -> int:
-        return self.region * self.config.model.ffn_hidden // self.layout.tp * self.itemsize
+    def inner(self, block: PlannedBlock) -> int:
+        """Of the inner activation of a dense FFN, or of all copies of the tokens in the routed experts."""
+        model, moe = self.config.model, block.moe
+        width = model.ffn_hidden if moe is None else moe.top_k * moe.ffn_hidden
+        return self.region * width // self.layout.tp * self.itemsize
+
+    def routed(self, block: PlannedBlock) -> int:
+        """Of the copies of the tokens that go to experts, as many as a rank's own where the load is even."""
+        return 0 if block.moe is None else self.entered * block.moe.top_k
 
     @cached_property
     def scores(self) -> int:
@@ -84,13 +91,14 @@ class Activations:
         heads = self.config.model.heads // self.layout.tp
         return self.scores if self._blocks else self.queries + self.region * heads * FP32
 
-    def block(self, slots: Block) -> int:
+    def block(self, block: PlannedBlock) -> int:
         """All that one block keeps."""
-        return self._attention(slots.attention) + self._ffn(slots.ffn)
+        ffn = self._ffn(block.slots.ffn, self.inner(block)) if block.moe is None else self._moe(block)
+        return self._attention(block.slots.attention) + self._sublayer(block.slots.ffn) + ffn
 
-    def block_transient(self) -> int:
+    def block_transient(self, block: PlannedBlock) -> int:
         """What the backward pass of a block holds at most beside what the forward pass kept."""
-        ffn = 2 * self.inner + 2 * self.hidden
+        ffn = 2 * self.inner(block) + 2 * self.hidden + self.routed(block)
         attention = 3 * self.queries + 2 * self.keys * FP32 // self.itemsize + 2 * self.hidden
         if self.config.parallel.recompute == "selective":
             attention += self.core
@@ -121,10 +129,19 @@ class Activations:
             kept += self.queries if slots.head_scale == "before" else self.hidden
         return kept
 
-    def _ffn(self, slots: FFNSlots) -> int:
-        inner = self.inner * (4 if self.config.model.activation == "swiglu" else 2)
-        tokens = self.region
-        return self._sublayer(slots) + inner + self._spanning_norm(slots.mid_norm, self.inner, tokens)
+    def _ffn(self, slots: FFNSlots, inner: int, copies: int = 1) -> int:
+        """inner: bytes of the inner activation; copies: of each token."""
+        kept = inner * (4 if self.config.model.activation == "swiglu" else 2)
+        return kept + self._spanning_norm(slots.mid_norm, inner, copies * self.region)
+
+    def _moe(self, block: PlannedBlock) -> int:
+        """Scores of the router and numbers of the chosen; the copies that the experts take, and their FFNs."""
+        moe, slots = block.moe, block.slots.ffn
+        router = self.stream * (2 * moe.experts * FP32 + moe.top_k * (FP32 + INT64))
+        order = self.region * moe.top_k * 2 * INT64
+        shared = self.region * moe.shared_experts * moe.ffn_hidden // self.layout.tp * self.itemsize
+        return (router + order + self.routed(block) + self._ffn(slots, self.inner(block), moe.top_k)
+                + (self._ffn(slots, shared) if shared else 0))
 
     def _sublayer(self, slots: Sublayer) -> int:
         """Norms on the stream, learned factors, and the input of the first linears."""

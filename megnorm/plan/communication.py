@@ -8,6 +8,8 @@ tp         a block 2 all-reduces of H forward (the ends of attention and FFN) an
            directions. Cross entropy: 4 t for the maximum, 8 t for sum and target score (fp32). A norm over a sharded
            axis: 4 t, for LayerNorm twice, forward and backward. A gain that acts on a rank's heads or tokens alone:
            its own size, backward.
+ep         the copies of the tokens to their experts and back, forward, and their gradients backward, by all-to-all, where
+           every rank gets as many as it sends; before, the numbers of copies for each expert.
 cp         q, k, v and the context forward, their gradients backward, by all-to-all.
 pp         H on, its gradient back (what of it a rank sends: 1 / tp of it, since the ranks hold copies; all under sp).
 """
@@ -17,9 +19,9 @@ from dataclasses import dataclass
 from megnorm.config import Config
 from megnorm.config.placement import Block, HeadNorm, Norm
 from megnorm.norms import placement_of
-from megnorm.plan.activations import Activations
+from megnorm.plan.activations import INT64, Activations
 from megnorm.plan.layout import Layout, accumulation_steps
-from megnorm.plan.stages import block_bounds
+from megnorm.plan.stages import block_bounds, planned_blocks
 
 FP32 = 4
 Volumes = dict[tuple[str, str], int]
@@ -42,7 +44,8 @@ class _Counter:
         acts = Activations(self.config, layout, "cpu")
         bounds = block_bounds(self.config, layout.pp)
         placement = placement_of(model)
-        blocks = placement.blocks[bounds[self.stage]:bounds[self.stage + 1]]
+        planned = planned_blocks(model)[bounds[self.stage]:bounds[self.stage + 1]]
+        blocks = [block.slots for block in planned]
         first, last = self.stage == 0, self.stage == layout.pp - 1
         sent: Volumes = {}
         if layout.tp > 1:
@@ -56,6 +59,9 @@ class _Counter:
             sent["tp", "all_reduce"] = sent.get(("tp", "all_reduce"), 0) + partial * acts.itemsize + statistics + loss
         if layout.cp > 1:
             sent["cp", "all_to_all"] = 2 * len(blocks) * (2 * acts.queries + 2 * acts.keys)
+        if layout.ep > 1:
+            sent["ep", "all_to_all"] = sum(4 * acts.routed(block) + block.moe.experts * INT64
+                                           for block in planned if block.moe)
         if layout.pp > 1:
             part = acts.hidden // (1 if layout.sp else layout.tp)
             sent["pp", "send"] = part * ((not last) + (not first))

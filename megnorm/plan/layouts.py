@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 from megnorm.config import Config, ConfigError
 from megnorm.plan.estimate import StepTime, step_time
@@ -28,6 +29,7 @@ class Candidate:
         """What to write behind ``megnorm train CONFIG``."""
         parallel = self.config.parallel
         values = [f"parallel.{name}={getattr(parallel, name)}" for name in ("tp", "pp", "cp", "zero_stage")]
+        values += [f"parallel.ep={parallel.ep}"] * (parallel.ep > 1)
         values += ["parallel.sp=true"] * parallel.sp
         values += [f"parallel.recompute={parallel.recompute}"] * (parallel.recompute != "none")
         return " ".join([*values, f"train.micro_batch={self.config.train.micro_batch}"])
@@ -47,7 +49,7 @@ class Layouts:
 
 
 def search_layouts(config: Config, gpus: int, hardware: Hardware) -> Layouts:
-    """Try tp, sp, pp, cp, ZeRO stage, recomputation and micro batch. Raises ConfigError for a wrong number."""
+    """Try tp, sp, pp, cp, ep, ZeRO stage, recomputation and micro batch. Raises ConfigError for a wrong number."""
     if gpus < 1:
         raise ConfigError(f"gpus={gpus} must be at least 1")
     limit = hardware.memory * 2**30 * (USABLE if hardware.device == "cuda" else 1.0)
@@ -72,14 +74,17 @@ def _variants(config: Config, gpus: int) -> Iterator[Config]:
     """Configurations that differ in layout and micro batch; stages as given hold for their own pp alone."""
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
     stages = (1, 2, 3) if config.train.dtype == "bf16" else (0, 1, 2, 3)
+    experts = config.model.moe.experts if config.model.moe else 1
     for tp, pp, cp in product(divisors, divisors, divisors):
         if gpus % (tp * pp * cp):
             continue
         replicas = gpus // (tp * pp * cp)
-        for micro_batch in _powers(config.train.global_batch // replicas):
-            cuts = (False, True) if tp > 1 else (False,)
+        cuts = (False, True) if tp > 1 else (False,)
+        slices = [ep for ep in divisors if experts % ep == 0 and cp * replicas % ep == 0]
+        for micro_batch, ep in product(_powers(config.train.global_batch // replicas), slices):
             for sp, zero, again in product(cuts, stages, ("none", "selective", "full")):
-                yield _changed(config, tp, pp, cp, sp, zero, again, micro_batch)
+                yield _changed(config, micro_batch, {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "sp": sp,
+                                                     "zero_stage": zero, "recompute": again})
 
 
 def _powers(largest: int) -> list[int]:
@@ -87,10 +92,9 @@ def _powers(largest: int) -> list[int]:
     return [2**i for i in range(max(largest, 1).bit_length())]
 
 
-def _changed(config: Config, tp: int, pp: int, cp: int, sp: bool, zero: int, again: str, micro: int) -> Config:
+def _changed(config: Config, micro_batch: int, values: dict[str, Any]) -> Config:
     given = config.parallel.stages
-    parallel = config.parallel.model_copy(update={
-        "tp": tp, "pp": pp, "cp": cp, "sp": sp, "dp": None, "zero_stage": zero, "recompute": again,
-        "stages": given if given is not None and len(given) == pp else None})
-    train = config.train.model_copy(update={"micro_batch": micro})
+    stages = given if given is not None and len(given) == values["pp"] else None
+    parallel = config.parallel.model_copy(update={**values, "dp": None, "stages": stages})
+    train = config.train.model_copy(update={"micro_batch": micro_batch})
     return config.model_copy(update={"parallel": parallel, "train": train})

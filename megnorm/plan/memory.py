@@ -17,16 +17,16 @@ of data parallelism, m and v: AdamW's moments):
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
-from megnorm.config import Config
-from megnorm.config.placement import Block, Sublayer
+from megnorm.config import Config, ModelConfig
+from megnorm.config.placement import FFNSlots, Sublayer
 from megnorm.norms import placement_of
 from megnorm.plan.activations import Activations
 from megnorm.plan.flops import flops_per_token
 from megnorm.plan.layout import Layout, accumulation_steps
-from megnorm.plan.parameters import head_norm_size, norm_size, scale_size
-from megnorm.plan.stages import block_bounds
+from megnorm.plan.parameters import FFNParts, ffn_parts, head_norm_size, inner_matrices, norm_size, scale_size
+from megnorm.plan.stages import PlannedBlock, block_bounds, planned_blocks
 
 FP32 = 4
 BUCKET = 500_000_000  # elements, DeepSpeed's reduce_bucket_size
@@ -65,17 +65,33 @@ class Shape:
 
     def __init__(self, config: Config):
         self.config, self.placement = config, placement_of(config.model)
-        alike: dict[Block, Block] = {}
-        self._blocks = [alike.setdefault(block, block) for block in self.placement.blocks]
+        self._blocks = planned_blocks(config.model)
+        self._ffns = {id(block): ffn_parts(config.model, layer) for layer, block in enumerate(self._blocks)}
         self.flops_per_token = flops_per_token(config).total
-        self._stages: dict[int, list[list[Block]]] = {}
+        self._stages: dict[int, list[list[PlannedBlock]]] = {}
 
-    def blocks(self, stages: int, stage: int) -> list[Block]:
+    def blocks(self, stages: int, stage: int) -> list[PlannedBlock]:
         """The blocks of a pipeline stage; equal ones are one object."""
         if stages not in self._stages:
             bounds = block_bounds(self.config, stages)
             self._stages[stages] = [self._blocks[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
         return self._stages[stages][stage]
+
+    def ffn(self, block: PlannedBlock) -> FFNParts:
+        """Of one of these blocks."""
+        return self._ffns[id(block)]
+
+
+class Held(NamedTuple):
+    """Parameters of a rank, replicated ones included. experts: of the routed experts, which fewer data-parallel ranks
+    hold than the ``common`` rest."""
+
+    common: int
+    experts: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
 
 
 def worst_rank(config: Config, layout: Layout, device: str = "cuda", shape: Shape | None = None) -> Memory:
@@ -95,34 +111,33 @@ def stage_memory(config: Config, layout: Layout, stage: int, device: str = "cuda
     return max((_add(static, moment) for moment in found), key=lambda memory: memory.total)
 
 
-def stage_parameters(config: Config, layout: Layout, stage: int, shape: Shape | None = None) -> int:
-    """Parameters that one rank of the stage holds, tensors that are replicated included."""
+def stage_parameters(config: Config, layout: Layout, stage: int, shape: Shape | None = None) -> Held:
+    """Parameters that one rank of the stage holds."""
     model, shape = config.model, shape or Shape(config)
-    count = _over(shape.blocks(layout.pp, stage), lambda block: block_parameters(config, block, layout.tp))
+    blocks = shape.blocks(layout.pp, stage)
+    common = _over(blocks, lambda block: common_parameters(config, block, layout.tp))
+    experts = _over(blocks, lambda block: expert_parameters(config, block, layout))
     matrix = model.padded_vocab // layout.tp * model.hidden
     ends = shape.placement
     if stage == 0:
-        count += matrix + scale_size(ends.embed_scale, model.hidden) + norm_size(ends.embed_norm, model.hidden)
+        common += matrix + scale_size(ends.embed_scale, model.hidden) + norm_size(ends.embed_norm, model.hidden)
     if stage == layout.pp - 1:
-        count += norm_size(ends.final_norm, model.hidden)
-        count += 0 if model.tie_embeddings and layout.pp == 1 else matrix
-    return count
+        common += norm_size(ends.final_norm, model.hidden)
+        common += 0 if model.tie_embeddings and layout.pp == 1 else matrix
+    return Held(common, experts)
 
 
-def _over(blocks: list[Block], size: Callable[[Block], int]) -> int:
+def _over(blocks: list[PlannedBlock], size: Callable[[PlannedBlock], int]) -> int:
     """Sum of a size over blocks, most of which are one object."""
     kinds = {id(block): block for block in blocks}
     return sum(number * size(kinds[kind]) for kind, number in Counter(map(id, blocks)).items())
 
 
-def block_parameters(config: Config, slots: Block, tp: int) -> int:
-    """Of one block on one tensor rank."""
-    model = config.model
-    d, e, f = model.hidden, model.head_size, model.ffn_hidden // tp
-    heads, kv = model.heads // tp, model.kv_heads // min(tp, model.kv_heads)
-    count = 2 * (heads + kv) * e * d + (3 if model.activation == "swiglu" else 2) * f * d
-    if model.bias:
-        count += (heads + 2 * kv) * e + d + (2 if model.activation == "swiglu" else 1) * f + d
+def common_parameters(config: Config, block: PlannedBlock, tp: int) -> int:
+    """Of one block on one tensor rank, its routed experts left out."""
+    model, slots = config.model, block.slots
+    d, e, heads, kv = model.hidden, model.head_size, model.heads // tp, model.kv_heads // min(tp, model.kv_heads)
+    count = 2 * (heads + kv) * e * d + ((heads + 2 * kv) * e + d) * model.bias
     attention = slots.attention
     if attention.gate != "none":
         width = heads * (e if attention.gate == "element" else 1)
@@ -131,7 +146,25 @@ def block_parameters(config: Config, slots: Block, tp: int) -> int:
         count += heads if attention.head_scale == "before" else model.heads
     count += sum(head_norm_size(norm, own, e) for norm, own in (
         (attention.q_norm, heads), (attention.k_norm, kv), (attention.v_norm, kv), (attention.ctx_norm, heads)))
-    return count + norm_size(slots.ffn.mid_norm, f) + sum(_sublayer(s, d) for s in (attention, slots.ffn))
+    count += sum(_sublayer(s, d) for s in (attention, slots.ffn))
+    if block.moe is None:
+        return count + _ffn(model, slots.ffn, model.ffn_hidden // tp)
+    shared = block.moe.shared_experts * block.moe.ffn_hidden // tp
+    return count + block.moe.experts * d + (_ffn(model, slots.ffn, shared) if shared else 0)
+
+
+def expert_parameters(config: Config, block: PlannedBlock, layout: Layout) -> int:
+    """Of the routed experts that one rank holds of a block."""
+    if block.moe is None:
+        return 0
+    one = _ffn(config.model, block.slots.ffn, block.moe.ffn_hidden // layout.tp)
+    return block.moe.experts // layout.ep * one
+
+
+def _ffn(model: ModelConfig, slots: FFNSlots, inner: int) -> int:
+    """Of an FFN of inner width ``inner`` on this rank."""
+    biases = (inner_matrices(model) - 1) * inner + model.hidden if model.bias else 0
+    return inner_matrices(model) * inner * model.hidden + biases + norm_size(slots.mid_norm, inner)
 
 
 def _sublayer(slots: Sublayer, width: int) -> int:
@@ -141,20 +174,25 @@ def _sublayer(slots: Sublayer, width: int) -> int:
 
 @dataclass(frozen=True)
 class _Engine:
-    """What a way to run DeepSpeed holds. itemsize: bytes of a weight; stage: of ZeRO, as it really runs."""
+    """What a way to run DeepSpeed holds. itemsize: bytes of a weight; stage: of ZeRO, as it really runs; shards:
+    ranks over which it cuts common parameters, expert_shards: experts."""
 
     itemsize: int
     stage: int
     shards: int
+    expert_shards: int
     accumulates: bool
 
-    def gradients(self, parameters: int, micro_batch_done: bool) -> int:
+    def shard(self, parameters: Held) -> int:
+        """Of how many of its parameters a rank has its own share under ZeRO."""
+        return parameters.common // self.shards + parameters.experts // self.expert_shards
+
+    def gradients(self, parameters: Held, micro_batch_done: bool) -> int:
         """Bytes of gradients before or after the backward pass of the step's last micro batch."""
-        whole = FP32 * parameters
         some = self.accumulates or micro_batch_done
         if self.stage >= 2:
-            return whole // self.shards if some or self.stage == 3 else 0
-        return whole if some or self.itemsize == 2 else 0
+            return FP32 * self.shard(parameters) if some or self.stage == 3 else 0
+        return FP32 * parameters.total if some or self.itemsize == 2 else 0
 
     @property
     def bucket(self) -> int:
@@ -170,19 +208,17 @@ class _Engine:
 def _engine(config: Config, layout: Layout) -> _Engine:
     bf16, stage = config.train.dtype == "bf16", config.parallel.zero_stage
     stage = max(stage, 1) if bf16 else 0 if stage == 1 and layout.dp == 1 else stage  # as engine.settings has it
-    return _Engine(2 if bf16 else FP32, stage, layout.dp, accumulation_steps(config, layout) > 1)
+    return _Engine(2 if bf16 else FP32, stage, layout.dp, layout.dp // layout.ep, accumulation_steps(config, layout) > 1)
 
 
-def _static(config: Config, layout: Layout, parameters: int) -> Memory:
+def _static(config: Config, layout: Layout, parameters: Held) -> Memory:
     """What is there between two steps, gradients excepted."""
     engine = _engine(config, layout)
-    shards = engine.shards if engine.stage else 1
-    weights = engine.itemsize * parameters
-    gathered = 0
+    weights, own, gathered = parameters.total, engine.shard(parameters) if engine.stage else parameters.total, 0
     if engine.stage == 3:
-        weights, gathered = weights // shards, engine.itemsize * min(parameters, GATHERED)
-    optimizer = (3 if engine.stage else 2) * FP32 * parameters // shards
-    return Memory(weights, 0, optimizer, 0, 0, gathered, engine.bucket, "", 0)
+        weights, gathered = own, engine.itemsize * min(parameters.total, GATHERED)
+    optimizer = (3 if engine.stage else 2) * FP32 * own
+    return Memory(engine.itemsize * weights, 0, optimizer, 0, 0, gathered, engine.bucket, "", 0)
 
 
 def _add(static: Memory, moment: Memory) -> Memory:
@@ -191,7 +227,7 @@ def _add(static: Memory, moment: Memory) -> Memory:
 
 
 def _moments(config: Config, layout: Layout, stage: int, device: str, shape: Shape,
-             parameters: int) -> list[Memory]:
+             parameters: Held) -> list[Memory]:
     """What is held beside the static part at each moment that may be the peak.
 
     All activations are there when the backward pass of the last layer begins; all gradients when that of the
@@ -216,17 +252,17 @@ def _moments(config: Config, layout: Layout, stage: int, device: str, shape: Sha
     def moment(name: str, activations: int, gradients: int, logits: int = 0) -> Memory:
         return Memory(0, gradients, 0, activations, logits, 0, 0, name, stage)
 
-    def transient(block: Block) -> int:
-        return (acts.block(block) if again else 0) + acts.block_transient()
+    def transient(block: PlannedBlock) -> int:
+        return (acts.block(block) if again else 0) + acts.block_transient(block)
 
     found = [moment("backward pass of the last block", every + transient(blocks[-1]), before + tied),
              moment("backward pass of the first block", left + transient(blocks[0]), after + tied),
              moment("update", batches, after + _update(engine, parameters))]
     if engine.stage in (1, 2) and engine.bucket:  # a flat copy of the bucket; at stage 1 pieces of it too, as measured
-        flat = engine.itemsize * min(parameters, BUCKET)
+        flat = engine.itemsize * min(parameters.total, BUCKET)
         found.append(moment("reduction of gradients", batches, flat * 7 // 4 if engine.stage == 1 else flat))
     if engine.stage == 3:
-        found.append(moment("gathering of weights", every + engine.itemsize * min(parameters, PREFETCH), before))
+        found.append(moment("gathering of weights", every + engine.itemsize * min(parameters.total, PREFETCH), before))
     if final:
         found += [moment("cross entropy", every, before, _cross_entropy(acts, layout)),
                   moment("gradient of the output", every + acts.entered, before + engine.loose(matrix), slope)]
@@ -235,13 +271,14 @@ def _moments(config: Config, layout: Layout, stage: int, device: str, shape: Sha
     return found
 
 
-def _update(engine: _Engine, parameters: int) -> int:
+def _update(engine: _Engine, parameters: Held) -> int:
     """Gradients copied for the optimizer or, at stage 0 and with bf16 at stage 1, for their all-reduce: flat, as
     far as a bucket goes."""
     if engine.stage == 0 or (engine.stage == 1 and engine.itemsize == 2):
-        flat = FP32 * parameters if parameters <= BUCKET else FP32 * BUCKET * (engine.stage == 0)
+        whole = parameters.total
+        flat = FP32 * whole if whole <= BUCKET else FP32 * BUCKET * (engine.stage == 0)
         return flat if engine.shards > 1 else 0
-    return FP32 * parameters // engine.shards
+    return FP32 * engine.shard(parameters)
 
 
 def _pipe_buffers(acts: Activations, layout: Layout, stage: int, final: bool) -> int:

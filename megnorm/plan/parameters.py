@@ -1,7 +1,9 @@
 """Parameters of a model counted from its sizes and its resolved norm placement, without building it.
 
-Letters: d hidden, H heads, KV key-value heads, e head size, f FFN inner width, V padded vocabulary.
+Letters: d hidden, H heads, KV key-value heads, e head size, f FFN inner width, n experts, V padded vocabulary.
 """
+
+from typing import NamedTuple
 
 from megnorm.config import Config, ModelConfig
 from megnorm.config.placement import Block, HeadNorm, Norm, Scale
@@ -12,40 +14,64 @@ def count_parameters(config: Config) -> dict[str, int]:
     """Parameters by part, each tensor once, whatever the layout.
 
     ``embedding`` and ``output`` have the rows of the padded vocabulary; ``output`` is 0 when it is tied.
+    ``ffn``: what every token passes, dense FFNs and shared experts; ``experts``: the routed ones.
     ``norms``: gains, the norms' own biases, DyT's alphas, learned factors; ``biases``: those of the linear layers.
     ``non_embedding``: total without embedding and output, the N of scaling laws (arXiv:2001.08361).
+    ``active``: total without the experts that a token doesn't choose.
     """
     model = config.model
+    ffns = [ffn_parts(model, layer) for layer in range(model.layers)]
     parts = {
         "embedding": model.padded_vocab * model.hidden,
         "attention": model.layers * attention_matrices(model) + gate_matrices(model),
-        "ffn": model.layers * ffn_matrices(model),
+        "ffn": sum(parts.ffn for parts in ffns),
+        "router": sum(parts.router for parts in ffns),
+        "experts": sum(parts.experts for parts in ffns),
         "norms": norm_parameters(model),
         "biases": _linear_biases(model) if model.bias else 0,
         "output": 0 if model.tie_embeddings else model.padded_vocab * model.hidden,
     }
     total = sum(parts.values())
-    return {**parts, "total": total, "non_embedding": total - parts["embedding"] - parts["output"]}
+    idle = sum(parts.experts - parts.chosen for parts in ffns)
+    return {**parts, "total": total, "non_embedding": total - parts["embedding"] - parts["output"],
+            "active": total - idle}
 
 
 def parameter_table(config: Config) -> list[tuple[str, int, str]]:
     """Rows (part, parameters, where they come from) for people; the vocabulary both padded and true."""
     model, counts = config.model, count_parameters(config)
-    ffn = "gate, up, down" if model.activation == "swiglu" else "up, down"
     vocabulary = (f"{model.padded_vocab:,} rows ({model.vocab_size:,} tokens padded to a multiple of "
                   f"{model.pad_vocab_to}) x {model.hidden}")
     heads = f"{model.heads} heads, {model.kv_heads} kv heads x {model.head_size}"
     sources = {
         "embedding": vocabulary,
         "attention": f"{model.layers} layers: {heads}",
-        "ffn": f"{model.layers} layers: {ffn}, {model.hidden} x {model.ffn_hidden}, {model.activation}",
+        "ffn": _ffn_source(model),
+        **(_expert_sources(model) if model.moe else {}),
         "norms": f"{model.norm.scheme}, {', '.join(norm_kinds(placement_of(model)))}",
         "biases": "of the linear layers" if model.bias else "none",
         "output": "tied to the embedding" if model.tie_embeddings else vocabulary,
         "total": "",
         "non_embedding": "total without embedding and output",
+        **({"active": "total without the experts that a token doesn't choose"} if model.moe else {}),
     }
     return [(part, counts[part], source) for part, source in sources.items()]
+
+
+def _ffn_source(model: ModelConfig) -> str:
+    matrices = "gate, up, down" if model.activation == "swiglu" else "up, down"
+    dense = model.layers - len(model.moe_layers)
+    kinds = [f"{dense} layers: {matrices}, {model.hidden} x {model.ffn_hidden}, {model.activation}"] * (dense > 0)
+    if model.moe and model.moe.shared_experts:
+        kinds.append(f"{len(model.moe_layers)} layers: {model.moe.shared_experts} shared experts")
+    return "; ".join(kinds) or "every layer has experts"
+
+
+def _expert_sources(model: ModelConfig) -> dict[str, str]:
+    moe, layers = model.moe, len(model.moe_layers)
+    return {"router": f"{layers} layers: {model.hidden} x {moe.experts}, {moe.router}",
+            "experts": f"{layers} layers: {moe.experts}, of which {moe.top_k} chosen, {model.hidden} x "
+                       f"{moe.ffn_hidden}, {model.activation}"}
 
 
 def attention_matrices(model: ModelConfig) -> int:
@@ -53,9 +79,36 @@ def attention_matrices(model: ModelConfig) -> int:
     return 2 * (model.heads + model.kv_heads) * model.head_size * model.hidden
 
 
-def ffn_matrices(model: ModelConfig) -> int:
-    """Of one layer: up and down [f, d], and a gate for SwiGLU."""
-    return (3 if model.activation == "swiglu" else 2) * model.hidden * model.ffn_hidden
+class FFNParts(NamedTuple):
+    """Parameters of the matrices of one block's FFN.
+
+    ffn: those that every token passes: a dense FFN, or shared experts. router [n, d]. experts: of all n routed
+    ones; chosen: of as many as a token chooses.
+    """
+
+    ffn: int
+    router: int = 0
+    experts: int = 0
+    chosen: int = 0
+
+    @property
+    def met(self) -> int:
+        """Those that a token is multiplied with."""
+        return self.ffn + self.router + self.chosen
+
+
+def ffn_parts(model: ModelConfig, layer: int) -> FFNParts:
+    """Of one layer by its global number; up and down [f, d] each, and a gate for SwiGLU."""
+    column = inner_matrices(model) * model.hidden
+    if layer not in model.moe_layers:
+        return FFNParts(column * model.ffn_hidden)
+    moe, one = model.moe, column * model.moe.ffn_hidden
+    return FFNParts(moe.shared_experts * one, moe.experts * model.hidden, moe.experts * one, moe.top_k * one)
+
+
+def inner_matrices(model: ModelConfig) -> int:
+    """How many matrices [f, d] an FFN has."""
+    return 3 if model.activation == "swiglu" else 2
 
 
 def gate_matrices(model: ModelConfig) -> int:

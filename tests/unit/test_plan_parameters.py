@@ -56,8 +56,9 @@ def test_padded_vocabulary_and_totals() -> None:
     assert tied["embedding"] == 32 * 24 and tied["output"] == 0
     assert untied["output"] == 32 * 24 and untied["total"] == tied["total"] + 32 * 24
     assert untied["non_embedding"] == tied["non_embedding"] == tied["total"] - 32 * 24
-    assert list(tied) == ["embedding", "attention", "ffn", "norms", "biases", "output", "total",
-                          "non_embedding"]
+    assert list(tied) == ["embedding", "attention", "ffn", "router", "experts", "norms", "biases", "output", "total",
+                          "non_embedding", "active"]
+    assert tied["active"] == tied["total"]
     rows = {part: source for part, _, source in parameter_table(make())}
     assert "32 rows" in rows["embedding"] and "29 tokens" in rows["embedding"] and "tied" in rows["output"]
 
