@@ -5,14 +5,18 @@ from dataclasses import dataclass
 from megnorm.config import ModelConfig
 from megnorm.model.core import Core
 from megnorm.model.rotary import Rotary
+from megnorm.model.routing import Routing
 from megnorm.model.scale import StepClock
 from megnorm.parallel.context import WholeContext
+from megnorm.parallel.expert import AllExperts
 from megnorm.parallel.tensor import Alone
+from megnorm.parallel.tokens import SequenceParts
 
 
 @dataclass(frozen=True)
 class Common:
-    """Sizes, tensor- and context-parallel ranks, rotary positions, attention core, training step."""
+    """Sizes, tensor-, context- and expert-parallel ranks, rotary positions, attention core, training step, what
+    routers did."""
 
     model: ModelConfig
     tp: Alone
@@ -20,3 +24,10 @@ class Common:
     rotary: Rotary
     core: Core
     clock: StepClock
+    ep: AllExperts
+    routing: Routing
+
+    @property
+    def parts(self) -> SequenceParts:
+        """The ranks over which sequences are cut."""
+        return SequenceParts(self.tp, self.cp)

@@ -15,17 +15,25 @@ def relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) * up of x = [gate, up] (arXiv:2002.05202)."""
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+# GELU in its tanh form. Beside each activation: how many times the inner width it reads.
+ACTIVATIONS = {"gelu": (lambda x: F.gelu(x, approximate="tanh"), 1), "relu2": (relu2, 1), "swiglu": (swiglu, 2)}
+
+
 class FFN(nn.Module):
-    """Two linears around an activation; GELU (tanh form) or squared ReLU."""
+    """Two linears around an activation."""
 
-    ACTIVATIONS = {"gelu": lambda x: F.gelu(x, approximate="tanh"), "relu2": relu2}
-
-    def __init__(self, name: str, common: Common, slots: FFNSlots, init: BlockInit):
+    def __init__(self, name: str, common: Common, slots: FFNSlots, init: BlockInit, width: int):
         super().__init__()
         model, tp = common.model, common.tp
-        d, f, about = model.hidden, model.ffn_hidden, {"bias": model.bias, "tp": tp}
+        d, f, about = model.hidden, width, {"bias": model.bias, "tp": tp}
         self.tp = tp
-        self.activation = self.ACTIVATIONS[model.activation]
+        self.activation, _ = ACTIVATIONS[model.activation]
         self.up = ColumnLinear(f"{name}.up", d, f, init=init.up, **about)
         self.down = RowLinear(f"{name}.down", f, d, init=init.down, **about)
         self.mid_norm = inner_norm(f"{name}.mid_norm", slots.mid_norm, f, tp, model.norm.backend)
@@ -35,12 +43,12 @@ class FFN(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """silu(gate(x)) * up(x) (arXiv:2002.05202)."""
+    """silu(gate(x)) * up(x), from matrices of their own."""
 
-    def __init__(self, name: str, common: Common, slots: FFNSlots, init: BlockInit):
+    def __init__(self, name: str, common: Common, slots: FFNSlots, init: BlockInit, width: int):
         super().__init__()
         model, tp = common.model, common.tp
-        d, f, about = model.hidden, model.ffn_hidden, {"bias": model.bias, "tp": tp}
+        d, f, about = model.hidden, width, {"bias": model.bias, "tp": tp}
         self.tp = tp
         self.gate = ColumnLinear(f"{name}.gate", d, f, init=init.gate, **about)
         self.up = ColumnLinear(f"{name}.up", d, f, init=init.up, **about)
@@ -52,6 +60,6 @@ class SwiGLU(nn.Module):
         return self.down(self.mid_norm(F.silu(self.gate(x)) * self.up(x)))
 
 
-def make_ffn(name: str, common: Common, slots: FFNSlots, init: BlockInit) -> nn.Module:
-    """The FFN that the configuration names."""
-    return (SwiGLU if common.model.activation == "swiglu" else FFN)(name, common, slots, init)
+def make_ffn(name: str, common: Common, slots: FFNSlots, init: BlockInit, width: int) -> nn.Module:
+    """The FFN that the configuration names, with an inner axis of ``width``."""
+    return (SwiGLU if common.model.activation == "swiglu" else FFN)(name, common, slots, init, width)

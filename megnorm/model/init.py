@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,13 +18,15 @@ BLOCK_ROWS = 64
 
 @dataclass(frozen=True)
 class BlockInit:
-    """Distributions of one block's matrices; ``attention_gate``: of the attention's output gate."""
+    """Distributions of one block's matrices; ``attention_gate``: of the attention's output gate; gate, up, down: of an
+    FFN or each expert."""
 
     q: Normal
     k: Normal
     v: Normal
     attention_gate: Normal
     out: Normal
+    router: Normal
     gate: Normal
     up: Normal
     down: Normal
@@ -33,14 +35,15 @@ class BlockInit:
 def block_init(model: ModelConfig, layer: int) -> BlockInit:
     """The distributions of the block with global number ``layer``, from 0; policies: see InitConfig."""
     policy, depth = init_policy(model), model.layers
+    width = model.moe.ffn_hidden if layer in model.moe_layers else model.ffn_hidden
     std = {name: base_std(model) for name in BlockInit.__dataclass_fields__}
     if policy == "megatron":
         _multiply(std, ("out", "down"), 1 / math.sqrt(2 * depth))
     elif policy == "depth_scaled":
         _multiply(std, ("out", "down"), 1 / math.sqrt(2 * (layer + 1)))
-        _multiply(std, ("down",), math.sqrt(model.hidden / model.ffn_hidden))
+        _multiply(std, ("down",), math.sqrt(model.hidden / width))
     elif policy == "deepnorm":
-        std = {name: math.sqrt(2 / (rows + columns)) for name, (rows, columns) in _shapes(model).items()}
+        std = {name: math.sqrt(2 / (rows + columns)) for name, (rows, columns) in _shapes(model, width).items()}
         _multiply(std, ("v", "out", "gate", "up", "down"), (8 * depth) ** -0.25)
     elif policy == "sub_ln":
         _multiply(std, ("v", "out", "gate", "up", "down"), math.sqrt(math.log(2 * depth)))
@@ -69,12 +72,12 @@ def _multiply(std: dict[str, float], names: Iterable[str], factor: float) -> Non
         std[name] *= factor
 
 
-def _shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of each matrix of a block in the whole model."""
-    d, f = model.hidden, model.ffn_hidden
+def _shapes(model: ModelConfig, f: int) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of each matrix of a block in the whole model; f: inner width of its FFN or of one expert."""
+    d = model.hidden
     heads, kv = model.heads * model.head_size, model.kv_heads * model.head_size
     return {"q": (heads, d), "k": (kv, d), "v": (kv, d), "attention_gate": (heads, d), "out": (d, heads),
-            "gate": (f, d), "up": (f, d), "down": (d, f)}
+            "router": (model.moe.experts if model.moe else 0, d), "gate": (f, d), "up": (f, d), "down": (d, f)}
 
 
 @torch.no_grad()
@@ -82,13 +85,24 @@ def initialise(parameters: Iterable[nn.Parameter], seed: int) -> None:
     """Fill every parameter according to its metadata."""
     for parameter in parameters:
         sharding = sharding_of(parameter)
-        if isinstance(sharding.init, Constant):
-            parameter.fill_(sharding.init.value)
-        else:
-            parameter.copy_(torch.from_numpy(_normal_slice(sharding, sharding.init, seed)))
+        parts = parameter.unbind(0) if sharding.experts is not None else [parameter]
+        for part, its in zip(parts, sharding.by_expert(), strict=True):
+            if isinstance(its.init, Constant):
+                part.fill_(its.init.value)
+            else:
+                part.copy_(torch.from_numpy(_normal_slice(its, its.init, seed)))
 
 
 def _normal_slice(sharding: Sharding, init: Normal, seed: int) -> np.ndarray:
+    """This rank's slice of a matrix, or of several that are stacked and have streams of their own."""
+    if len(sharding.shape) == 2:
+        return _normal_matrix(sharding, init, seed)
+    dim = None if sharding.dim is None else sharding.dim - 1
+    return np.stack([_normal_slice(replace(sharding, name=f"{sharding.name}.{number}", shape=sharding.shape[1:], dim=dim),
+                                   init, seed) for number in range(sharding.shape[0])])
+
+
+def _normal_matrix(sharding: Sharding, init: Normal, seed: int) -> np.ndarray:
     """This rank's slice of a normal matrix, drawn in blocks of rows, of which each has its own stream."""
     rows, columns = sharding.slices()
     parts = []

@@ -78,17 +78,21 @@ class SpanningNorm(Learned):
         self.kind, self.width = norm.kind, width
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(wide_dtype(x))
-        if self.norm.kind == "layer":
-            wide = wide - self._sum(wide) / self.width
-        count = 1 if self.norm.kind == "l2" else self.width
-        y = wide * torch.rsqrt(self._sum(wide.square()) / count + self.norm.eps)
-        y = y.to(x.dtype) if self.norm.rounding == "cast_then_gain" else y
-        return affine(y, *self.vectors(x), x.dtype)
+        return affine(normed(x, self.norm, self.width, self._sum), *self.vectors(x), x.dtype)
 
     def _sum(self, x: Tensor) -> Tensor:
         """Over the whole axis [..., 1]."""
         return self.tp.statistic(x.sum(-1, keepdim=True)) / self.copies
+
+
+def normed(x: Tensor, norm: Norm, width: int, total: Callable[[Tensor], Tensor]) -> Tensor:
+    """x without gain and bias; total: the sum over an axis of ``width``, of which x [..., width / tp] is a part."""
+    wide = x.to(wide_dtype(x))
+    if norm.kind == "layer":
+        wide = wide - total(wide) / width
+    count = 1 if norm.kind == "l2" else width
+    y = wide * torch.rsqrt(total(wide.square()) / count + norm.eps)
+    return y.to(x.dtype) if norm.rounding == "cast_then_gain" else y
 
 
 class DyT(Learned):
@@ -108,6 +112,35 @@ class DyT(Learned):
         y = y.to(x.dtype) if self.norm.rounding == "cast_then_gain" else y
         groups = y.unflatten(-1, (-1, self.width)) if x.shape[-1] != self.width else y
         return affine(groups, *self.vectors(groups), x.dtype).reshape(x.shape)
+
+
+class ExpertsNorm(Learned):
+    """A norm over the inner axis of experts: rows [m, f / tp] sorted by expert, and the number of rows of each [n];
+    every expert has a gain, a bias and a DyT's alpha of its own."""
+
+    def __init__(self, name: str, norm: Norm, experts: int, width: int, *, tp: Alone, make: Make):
+        super().__init__(name, norm, (experts, width), partial(make, dim=1), tp)
+        self.backend, self.kind, self.width = "torch", norm.kind, width
+        self.alpha = (make(f"{name}.alpha", (experts, 1), partial=True, role="norm", init=Constant(norm.alpha_init))
+                      if norm.kind == "dyt" else None)
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        def by_row(vectors: Tensor | None) -> Tensor | None:
+            return None if vectors is None else vectors.expand(len(counts), -1).repeat_interleave(counts, 0)
+
+        if self.alpha is not None:
+            y = torch.tanh(by_row(self.tp.shared(self.alpha)) * x.to(wide_dtype(x)))
+            y = y.to(x.dtype) if self.norm.rounding == "cast_then_gain" else y
+        else:
+            y = normed(x, self.norm, self.width, lambda z: self.tp.statistic(z.sum(-1, keepdim=True)))
+        return affine(y, *map(by_row, self.vectors(x)), x.dtype)
+
+
+class Unnormed(nn.Module):
+    """No norm of the experts' inner axis."""
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        return x
 
 
 def hidden_norm(name: str, norm: Norm | None, width: int, tp: Alone, backend: str = "auto") -> nn.Module:
@@ -142,6 +175,11 @@ def heads_norm(name: str, norm: HeadNorm | None, heads: int, head_size: int, tp:
 def inner_norm(name: str, norm: Norm | None, width: int, tp: Alone, backend: str = "auto") -> nn.Module:
     """A norm over the FFN's inner axis, which is split over the ranks."""
     return nn.Identity() if norm is None else _sharded_norm(name, norm, width, tp, tp.size, backend)
+
+
+def experts_norm(name: str, norm: Norm | None, experts: int, width: int, tp: Alone, make: Make) -> nn.Module:
+    """A norm over each expert's inner axis, which is split over the ranks. make: creates a parameter of experts."""
+    return Unnormed() if norm is None else ExpertsNorm(name, norm, experts, width, tp=tp, make=make)
 
 
 def _sharded_norm(name: str, norm: Norm, width: int, tp: Alone, slices: int, backend: str) -> nn.Module:

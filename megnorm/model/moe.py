@@ -1,0 +1,112 @@
+"""A mixture of experts where the FFN stands; b batch, s sequence, d hidden, n experts, k of them a token, f inner width.
+
+    y = sum over the chosen e of g_e down_e(mid_norm_e(act(gate_e(x)) * up_e(x))) + shared(x)
+
+Tokens are sorted by expert and none is padded (arXiv:2211.15841). The router reads the stream before it enters the
+tensor-parallel region; f is split over the ranks of the region, experts over expert-parallel ranks.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megnorm.config.placement import FFNSlots
+from megnorm.model.common import Common
+from megnorm.model.ffn import ACTIVATIONS, make_ffn
+from megnorm.model.grouped import grouped_linear
+from megnorm.model.init import BlockInit
+from megnorm.model.norm import experts_norm
+from megnorm.model.router import Router
+from megnorm.parallel.sharding import Constant
+
+
+class MoE(nn.Module):
+    """[b, s, d] -> [b, s, d]."""
+
+    def __init__(self, name: str, layer: int, common: Common, slots: FFNSlots, init: BlockInit):
+        super().__init__()
+        moe, self.tp = common.model.moe, common.tp
+        self.experts_in_all, self.drops = moe.experts, moe.capacity is not None
+        self.router = Router(f"{name}.router", layer, common, init)
+        self.experts = Experts(f"{name}.experts", common, slots, init)
+        self.apply_experts = common.ep.around(self.experts)
+        self.shared = (make_ffn(f"{name}.shared", common, slots, init, moe.shared_experts * moe.ffn_hidden)
+                       if moe.shared_experts else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, gates = self.router(x)
+        enter = self.tp.enter
+        y = self.tp.leave(self.routed(enter(x), enter(chosen), enter(gates)))
+        return y if self.shared is None else y + self.shared(x)
+
+    def routed(self, x: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
+        """Inside the region: x [b, s, d], chosen and gates [b, s, k] -> partial sums [b, s, d]."""
+        choices = chosen.flatten()
+        counts = torch.bincount(choices, minlength=self.experts_in_all + 1)[:-1]
+        order = choices.argsort(stable=True)
+        if self.drops:  # what is dropped stands at the end, as of one expert more
+            order = order[:int(counts.sum())]
+        rows = Spread.apply(x.flatten(0, 1), order, chosen.shape[-1])
+        outputs = Collect.apply(self.apply_experts(rows, counts), order, gates.numel())
+        gates = gates.flatten(0, 1).unsqueeze(1).to(x.dtype)  # [b s, 1, k]
+        return torch.bmm(gates, outputs.view(-1, chosen.shape[-1], x.shape[-1])).view(x.shape)
+
+
+class Experts(nn.Module):
+    """This rank's experts: rows [m, d] sorted by expert, the number of rows of each -> partial sums [m, d]."""
+
+    def __init__(self, name: str, common: Common, slots: FFNSlots, init: BlockInit):
+        super().__init__()
+        model, moe, self.tp = common.model, common.model.moe, common.tp
+        n, d, f = moe.experts, model.hidden, moe.ffn_hidden
+        self.activation, fused = ACTIVATIONS[model.activation]
+        first = f"{name}.gate_up" if fused == 2 else f"{name}.up"
+        make = partial(common.tp.parameter, experts=common.ep.slice)
+        self.up = make(first, (n, fused, f, d), dim=2, role="matrix", init=init.up)
+        self.down = make(f"{name}.down", (n, d, f), dim=2, role="matrix", init=init.down)
+        about = {"role": "bias", "init": Constant(0.0)}
+        self.up_bias = make(f"{first}_bias", (n, fused, f), dim=2, **about) if model.bias else None
+        self.down_bias = make(f"{name}.down_bias", (n, d), partial=True, **about) if model.bias else None
+        self.mid_norm = experts_norm(f"{name}.mid_norm", slots.mid_norm, n, f, common.tp, make)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        h = grouped_linear(rows, self.up.flatten(1, 2), counts)
+        if self.up_bias is not None:
+            h = h + self.up_bias.flatten(1).repeat_interleave(counts, 0)
+        y = grouped_linear(self.mid_norm(self.activation(h), counts), self.down, counts)
+        if self.down_bias is not None:  # every rank adds its part, since their sums are added up
+            y = y + (self.tp.shared(self.down_bias) / self.tp.size).repeat_interleave(counts, 0)
+        return y
+
+
+class Spread(torch.autograd.Function):
+    """x [t, d] -> rows [m, d]: row i is the token of choice order[i], where token t makes the choices t k to t k + k - 1."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, order: Tensor, k: int) -> Tensor:
+        ctx.order, ctx.shape = order, (len(x), k, x.shape[1])
+        return x.index_select(0, order.div(k, rounding_mode="floor"))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        t, k, d = ctx.shape
+        return place(grad, ctx.order, t * k).view(t, k, d).sum(1), None, None
+
+
+class Collect(torch.autograd.Function):
+    """rows [m, d] -> [choices, d] in the order of the choices; of a dropped one zeros."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, order: Tensor, choices: int) -> Tensor:
+        ctx.order = order
+        return place(rows, order, choices)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, ctx.order), None, None
+
+
+def place(rows: Tensor, order: Tensor, count: int) -> Tensor:
+    """[count, d] with row i at place order[i], and zeros at the other places."""
+    return rows.new_zeros(count, rows.shape[1]).index_copy_(0, order, rows)
