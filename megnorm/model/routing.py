@@ -1,6 +1,7 @@
 """What the routers of a model did in a training step; n experts."""
 
 from collections.abc import Callable
+from statistics import fmean
 from typing import NamedTuple, Protocol
 
 import torch
@@ -48,10 +49,7 @@ class Routing:
     """
 
     def __init__(self, model: ModelConfig):
-        self.layers, self.experts = model.moe_layers, model.moe.experts if model.moe else 0
-        self.weights = {"router_aux_loss": model.moe.aux_weight, "router_z_loss": model.moe.z_weight} if model.moe else {}
-        self.top_k = model.moe.top_k if model.moe else 0
-        self.loss_scale = 1.0
+        self.layers, self.moe, self.loss_scale = model.moe_layers, model.moe, 1.0
         self.routers: dict[int, Balanced] = {}
         self._sums: dict[int, Tensor] = {}
 
@@ -68,16 +66,25 @@ class Routing:
         if not self.layers:
             return {}
         sums, self._sums = self._sums, {}
-        nothing = torch.zeros(self.experts + len(Seen._fields) - 1, dtype=torch.float64)
+        n = self.moe.experts
+        nothing = torch.zeros(n + len(Seen._fields) - 1, dtype=torch.float64)
         device = next((row.device for row in sums.values()), "cpu")
         whole = total(torch.stack([sums.get(layer, nothing).to(device) for layer in self.layers])).cpu()
         found = {}
         for layer, row in zip(self.layers, whole, strict=True):
-            choices, (dropped, entropy, aux, z) = row[:self.experts], row[self.experts:].tolist()
+            choices, (dropped, entropy, aux, z) = row[:n], row[n:].tolist()
             made = float(choices.sum())
             load = choices / made
             if layer in self.routers:
                 self.routers[layer].rebalance(load)
-            found[layer] = LayerRouting(load.tolist(), dropped / made, entropy * self.top_k / made,
+            found[layer] = LayerRouting(load.tolist(), dropped / made, entropy * self.moe.top_k / made,
                                         aux / micro_batches, z / micro_batches)
         return found
+
+    def beside(self, found: dict[int, LayerRouting]) -> dict[str, float]:
+        """The losses that are trained but not reported as loss, with their weights, means over layers."""
+        if not self.layers:
+            return {}
+        weights = {"router_aux_loss": (self.moe.aux_weight, [layer.aux for layer in found.values()]),
+                   "router_z_loss": (self.moe.z_weight, [layer.z for layer in found.values()])}
+        return {name: weight * fmean(values) for name, (weight, values) in weights.items() if weight}
