@@ -12,6 +12,7 @@ from megnorm.engine.pipeline import make_stage
 from megnorm.model.decoder import Decoder, Layer, TokenLoss, decoder_layers, through, tied_logits
 from megnorm.model.init import initialise
 from megnorm.model.norm import check_device
+from megnorm.model.routing import Routing
 from megnorm.model.scale import StepClock
 from megnorm.norms import placement_of
 from megnorm.parallel.groups import Groups
@@ -21,19 +22,20 @@ from megnorm.plan.stages import block_bounds
 def build_module(config: Config, groups: Groups) -> nn.Module:
     """This rank's part of the model, with its initial weights.
 
-    It carries what the engine drives: ``clock``, the training step, and ``token_loss``.
+    It carries what the engine drives: ``clock``, the training step, ``token_loss``, and ``routing``.
     """
-    model, clock = config.model, StepClock(0)
+    model, clock, routing = config.model, StepClock(0), Routing(config.model)
     check_device(model.norm.backend, groups.device)
     placement = placement_of(model)
-    layers = decoder_layers(model, placement, config.parallel.recompute, groups.tp, groups.cp, clock)
+    layers = decoder_layers(model, placement, config.parallel.recompute, groups.tp, groups.cp, clock, groups.ep,
+                            routing)
     loss = TokenLoss(model.vocab_size, groups.tp, model.z_loss)
     if groups.layout.pp > 1:
         module = make_stage(layers, _layer_bounds(layers, block_bounds(config, groups.layout.pp)), through,
                             tied_logits, groups.layout, loss)
     else:
         module = Decoder(layers, loss)
-    module.clock, module.token_loss = clock, loss
+    module.clock, module.token_loss, module.routing = clock, loss, routing
     module.to(groups.device)
     initialise(module.parameters(), config.seed)
     return module

@@ -15,11 +15,12 @@ from megnorm.checkpoint.save import SaveFailed, save
 from megnorm.config import Config
 from megnorm.data.batches import Batch, digest_text, evaluation_batches, micro_batches, part_of, rows_digest
 from megnorm.data.datasets import Datasets
-from megnorm.engine.engine import Engine, MicroBatch
+from megnorm.engine.engine import Engine, MicroBatch, StepResult
 from megnorm.engine.replicas import unequal_replicas
 from megnorm.exits import EXIT_FAILURE, EXIT_NO_SPACE, EXIT_STOPPED
 from megnorm.observe.humanize import duration
 from megnorm.observe.probes import Probes
+from megnorm.observe.routers import RouterWatch, broken_router
 from megnorm.parallel.groups import Groups
 from megnorm.plan.flops import model_flops_utilization
 from megnorm.plan.schedule import learning_rate
@@ -69,6 +70,7 @@ class Run:
     sinks: list[Any]
     peak_tflops: float | None
     probes: Probes
+    routers: RouterWatch
     step: int = 0
     saved_step: int = 0
     interval: list[float] = field(default_factory=list)
@@ -119,9 +121,10 @@ def train_step(run: Run) -> None:
     result = run.engine.step(as_tensors(batches, run.groups), lr, run.step + 1)
     probe = run.probes.end()
     run.step += 1
+    routers = run.routers.row(run.step, result.routing)
     run.interval.append(time.monotonic() - began)
-    finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
-    if run.step % config.observe.log_every == 0 or probe or run.done or not finite:
+    finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm) and not broken_router(result.routing)
+    if run.step % config.observe.log_every == 0 or probe or routers or run.done or not finite:
         seconds = sum(run.interval) / len(run.interval)
         run.interval.clear()
         speed = config.tokens_per_step / seconds
@@ -130,12 +133,15 @@ def train_step(run: Run) -> None:
         row = {"step": run.step, "samples": run.step * config.train.global_batch,
                "tokens": run.step * config.tokens_per_step, "loss": result.loss, "grad_norm": result.grad_norm,
                "lr": lr, "step_seconds": seconds, "tokens_per_second": speed, "mfu": mfu, **result.beside,
-               "data": data_digest(run, batches), **({"probe": probe} if probe else {})}
+               "data": data_digest(run, batches), **({"probe": probe} if probe else {}),
+               **({"routers": routers} if routers else {})}
         for sink in run.sinks:
             sink.step(row)
         run.console.step(row, config.total_steps)
+    for warning in run.routers.warnings(run.step, result.routing):
+        run.console.note(f"WARNING: {warning}")
     if not finite:
-        diverged(run, result.loss, result.grad_norm)
+        diverged(run, result)
 
 
 def step_batches(config: Config, datasets: Datasets, groups: Groups, step: int) -> list[Batch]:
@@ -162,11 +168,13 @@ def check_replicas(run: Run) -> None:
                         f"the checkpoint of step {run.saved_step} is the last one", EXIT_FAILURE)
 
 
-def diverged(run: Run, loss: float, grad_norm: float) -> NoReturn:
+def diverged(run: Run, result: StepResult) -> NoReturn:
     """A number that no step can mend: stop before it reaches a checkpoint."""
     last = f"step {run.saved_step} is the last good checkpoint" if run.saved_step else "nothing was saved yet"
-    raise RunFailed(f"step {run.step}: loss {loss}, gradient norm {grad_norm}; {last}. A lower learning rate or a "
-                    "longer warm-up may help", EXIT_FAILURE)
+    layer = broken_router(result.routing)
+    where = f", and the first router whose scores are not numbers is that of {layer}" if layer else ""
+    raise RunFailed(f"step {run.step}: loss {result.loss}, gradient norm {result.grad_norm}{where}; {last}. A lower "
+                    "learning rate or a longer warm-up may help", EXIT_FAILURE)
 
 
 def evaluate(run: Run, split: str) -> float:

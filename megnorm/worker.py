@@ -25,6 +25,7 @@ from megnorm.observe.console import Console, NullConsole
 from megnorm.observe.metrics import MetricsWriter, NullSink
 from megnorm.observe.peak import peak_tflops
 from megnorm.observe.probes import Probes
+from megnorm.observe.routers import RouterWatch
 from megnorm.observe.tensorboard import open_tensorboard
 from megnorm.parallel.groups import Groups, make_groups
 from megnorm.prepare import CONFIG_FILE, Prepared
@@ -85,7 +86,8 @@ def open_run(prepared: Prepared, resume: str, groups: Groups, stop: StopRequest)
         console.note(note)
     dist.barrier()
     return Run(config, groups, engine, prepared.datasets, stop, console, sinks, peak[0],
-               make_probes(config, groups, engine), step=step, saved_step=step)
+               make_probes(config, groups, engine),
+               RouterWatch(config.observe.routers_every, config.observe.idle_expert_steps), step=step, saved_step=step)
 
 
 def make_probes(config: Config, groups: Groups, engine: Engine) -> Probes:

@@ -206,10 +206,14 @@ class CheckpointConfig(Section):
 
 class ObserveConfig(Section):
     """A console and metrics line each log_every steps. probe_every: in the first step and each so many (0: never)
-    the line also holds each layer's gradient norm and the size of the residual stream by depth. peak_tflops: of
-    one device, for MFU; None: from a table of devices, or measured on a CPU."""
+    the line also holds each layer's gradient norm and the size of the residual stream by depth. routers_every: the
+    same of what the routers of a mixture of experts do. idle_expert_steps: warn of an expert to which no token went
+    for so many steps (0: never). peak_tflops: of one device, for MFU; None: from a table of devices, or measured on a
+    CPU."""
 
     log_every: int = Field(1, gt=0)
     probe_every: int = Field(0, ge=0)
+    routers_every: int = Field(10, ge=0)
+    idle_expert_steps: int = Field(100, ge=0)
     tensorboard: bool = True
     peak_tflops: float | None = Field(None, gt=0)

@@ -1,7 +1,7 @@
 """One optimizer step of the whole system, under DeepSpeed's plain or pipeline engine."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
@@ -17,6 +17,7 @@ from megnorm.engine.settings import deepspeed_settings, zero_stage
 from megnorm.engine.start import quiet
 from megnorm.parallel.groups import Groups
 from megnorm.parallel.sharding import sharding_of
+from megnorm.parallel.tokens import sum_over_tokens
 
 Inputs = Tensor | tuple[Tensor, Tensor, Tensor]
 MicroBatch = tuple[Inputs, Tensor, Tensor]
@@ -24,11 +25,13 @@ MicroBatch = tuple[Inputs, Tensor, Tensor]
 
 class StepResult(NamedTuple):
     """Loss in nats per token, mean over the global batch; norm of the whole gradient before clipping; what was
-    trained beside the loss, by name, on the same scale."""
+    trained beside the loss, by name, on the same scale; what the router of each layer with experts did, by the layer's
+    global number."""
 
     loss: float
     grad_norm: float
     beside: dict[str, float]
+    routing: dict[int, Any]
 
 
 class Engine:
@@ -37,13 +40,15 @@ class Engine:
     Micro batches are (inputs, targets [b, s], weights [b, s]). Inputs are the tokens [b, s], or (tokens, positions
     [b, s], documents [b, s of whole rows]). The weights hold the normalisation, so that the engine's mean over
     micro batches and replicas is the mean over the tokens of the global batch.
-    ``module.clock`` is the training step that the module sees, ``module.token_loss`` meters its loss.
+    ``module.clock`` is the training step that the module sees, ``module.token_loss`` meters its loss,
+    ``module.routing`` what its routers do.
     """
 
     def __init__(self, module: nn.Module, config: Config, groups: Groups,
                  make_optimizer: Callable[[list[dict]], torch.optim.Optimizer]):
-        self.groups, self.clock, self.token_loss = groups, module.clock, module.token_loss
+        self.groups, self.clock, self.token_loss, self.routing = groups, module.clock, module.token_loss, module.routing
         self.accumulation = deepspeed_settings(config, groups.layout)["gradient_accumulation_steps"]
+        self.routing.loss_scale = groups.layout.cp / self.accumulation
         for parameter in module.parameters():
             # DeepSpeed's gradient norm takes what carries this mark from every tensor rank, and all else from
             # the first one.
@@ -74,7 +79,10 @@ class Engine:
         self.clock.step = step
         self.token_loss.meter.take()
         loss = self._train(batches)
-        return StepResult(loss, float(self.raw.get_global_grad_norm()), self._beside(len(batches)))
+        routing = self.routing.end_step(lambda sums: sum_over_tokens(sums, self.groups),
+                                        self.accumulation * self.groups.layout.replicas)
+        beside = {**self._beside(len(batches)), **self.routing.beside(routing)}
+        return StepResult(loss, float(self.raw.get_global_grad_norm()), beside, routing)
 
     def evaluate(self, batches: list[MicroBatch]) -> float:
         """Mean loss over the batches of all replicas, without gradients."""

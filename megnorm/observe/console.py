@@ -15,6 +15,8 @@ from megnorm.plan.layout import Layout
 
 REDRAW_SECONDS = 0.1
 SETTLED = 3
+# What is trained beside the loss, as far as a line has room for it.
+BESIDE = {"router_aux_loss": "router aux", "router_z_loss": "router z"}
 
 
 class Pace:
@@ -113,6 +115,7 @@ def step_line(row: dict, total_steps: int, seconds_left: float) -> str:
     parts = [f"step {row['step']:>{len(str(total_steps))}}/{total_steps}", f"loss {row['loss']:.4f}",
              f"lr {row['lr']:.3e}", f"grad norm {row['grad_norm']:.3f}",
              f"{speed(row['tokens_per_second']):>14}"]
+    parts[2:2] = [f"{text} {row[name]:.4g}" for name, text in BESIDE.items() if name in row]
     if row["mfu"] is not None:
         parts.append(f"MFU {percent(row['mfu']):>5}")
     return " | ".join([*parts, f"{count(row['tokens'])} tokens", f"ETA {duration(seconds_left)}"])

@@ -20,6 +20,8 @@ TAGS = {
     "tokens_per_second": "perf/tokens_per_second",
     "mfu": "perf/mfu",
     "z_loss": "train/z_loss",
+    "router_aux_loss": "train/router_aux_loss",
+    "router_z_loss": "train/router_z_loss",
 }
 
 
@@ -42,10 +44,11 @@ class TensorBoard:
             if row.get(name) is None:  # no MFU on a device whose peak is unknown, no z-loss without its weight
                 continue
             self._scalar(tag, row[name], row["step"])
-        for kind, values in row.get("probe", {}).items():
-            for part, value in values.items():
-                for tag, number in _one_by_one(f"probe/{kind}/{part}", value):
-                    self._scalar(tag, number, row["step"])
+        for section in ("probe", "routers"):
+            for name, values in row.get(section, {}).items():
+                for part, value in values.items():
+                    for tag, number in _one_by_one(f"{section}/{name}/{part}", value):
+                        self._scalar(tag, number, row["step"])
 
     def evaluation(self, step: int, split: str, loss: float) -> None:
         self._scalar(f"{split}/loss", loss, step)
@@ -72,7 +75,7 @@ class TensorBoard:
 
 
 def _one_by_one(tag: str, value: float | list[float] | None) -> list[tuple[str, float]]:
-    """A probe's number, or its numbers where there are several; what is not finite has no point."""
+    """A number, or numbers where there are several; what is not finite has no point."""
     several = {f"{tag}/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {tag: value}
     return [(tag, number) for tag, number in several.items() if number is not None]
 
