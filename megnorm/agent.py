@@ -353,5 +353,5 @@ def conclude(agent: Agent) -> int:
     for other in agent.failures:
         if other is not first and not other.lost_peer and other.message != first.message:
             say(f"also: {other.describe()}")
-    say("all other processes were ended; the run continues from its last checkpoint with the same command")
+    say("all other processes were ended; the same command continues from the last checkpoint, if there is one")
     return EXIT_FAILURE
