@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # A real Slurm on this machine, as root, with two nodes that are two slurmd of one host:
 #
-#   apt-get install -y slurm-wlm munge && MEGNORM_VENV=/path/to/.venv bash tests/train/slurm_local.sh
+#   MEGNORM_VENV=/path/to/.venv bash tests/train/slurm_local.sh
+#
+# Where Slurm is missing, it installs Debian's packages slurm-wlm and munge first.
 #
 # 1. launch/slurm.sbatch trains on two nodes, one process each.
 # 2. `megnorm sweep --backend slurm` submits an array whose task runs into its time limit: it saves on the signal,
@@ -13,10 +15,13 @@ set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 export MEGNORM_VENV=${MEGNORM_VENV:-$ROOT/.venv}
 PYTHON=$MEGNORM_VENV/bin/python
-for program in slurmctld slurmd munged sbatch; do
-    command -v "$program" >/dev/null || { echo "no $program: apt-get install -y slurm-wlm munge" >&2; exit 2; }
-done
 [ "$(id -u)" = 0 ] || { echo "a Slurm of its own needs root" >&2; exit 2; }
+for program in slurmctld slurmd munged sbatch; do
+    command -v "$program" >/dev/null && continue
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm munge >/dev/null ||
+        { echo "no $program, and slurm-wlm and munge can't be installed" >&2; exit 2; }
+    break
+done
 
 WORK=$(mktemp -d)
 chmod 755 "$WORK"
