@@ -3,6 +3,7 @@
 They read as Python expressions with names for norms and learned factors, which the last lines define.
 """
 
+from megnorm.config.moe import Moe
 from megnorm.config.placement import AttentionSlots, Block, FFNSlots, HeadNorm, Norm, Placement, Scale
 from megnorm.norms.fold import fold
 
@@ -15,16 +16,17 @@ LETTERS = {
 }
 
 
-def equations(placement: Placement) -> list[str]:
+def equations(placement: Placement, moe: Moe | None = None) -> list[str]:
     """Lines that say what every layer computes, runs of equal layers folded, and what the names stand for."""
+    routed = moe.blocks(len(placement.blocks)) if moe else ()
     names = Names()
     start = names.apply(
         placement.embed_norm, names.scaled(placement.embed_scale, "Embedding(tokens)", "gamma")
     )
     lines = [f"x = y = {start}" if placement.streams == "residual" else f"x = {start}"]
-    for first, last, block in fold(placement.blocks):
+    for first, last, (block, experts) in fold((b, moe if n in routed else None) for n, b in enumerate(placement.blocks)):
         lines.append(f"layer {first}:" if first == last else f"layers {first}-{last}:")
-        lines += [f"  {line}" for line in block_equations(block, placement, names)]
+        lines += [f"  {line}" for line in block_equations(block, placement, names, experts)]
     return [*lines, f"logits = {_logits(placement, names)}", *names.legend()]
 
 
@@ -35,12 +37,12 @@ def norm_kinds(placement: Placement) -> list[str]:
     return [name for kind, name in NAMES.items() if any(norm.kind == kind for norm in slots)]
 
 
-def block_equations(block: Block, placement: Placement, names: "Names") -> list[str]:
-    """The lines of a block: attention, then FFN."""
+def block_equations(block: Block, placement: Placement, names: "Names", moe: Moe | None) -> list[str]:
+    """The lines of a block: attention, then FFN or experts."""
     lines = []
     for slots, body in (
         (block.attention, _attention(block.attention, placement, names)),
-        (block.ffn, _ffn(block.ffn, names)),
+        (block.ffn, _ffn(block.ffn, names, moe)),
     ):
         h = names.apply(slots.in_norm, "x")
         residual = names.scaled(slots.residual_scale, h if slots.residual_from == "normed" else "x", "alpha")
@@ -160,12 +162,27 @@ def _attention(slots: AttentionSlots, placement: Placement, names: Names) -> str
     return f"Attention({', '.join(['{}', *extras])})"
 
 
-def _ffn(slots: FFNSlots, names: Names) -> str:
+def _ffn(slots: FFNSlots, names: Names, moe: Moe | None) -> str:
+    body = "FFN" if moe is None else "MoE"
+    if moe is not None:
+        names.notes["MoE"] = _experts(moe)
     if slots.mid_norm is None:
-        return "FFN({})"
+        return f"{body}({{}})"
     names.notes["mid"] = "mid in FFN: norm over the inner width, before the down projection"
+    if moe is not None:
+        names.notes["mid in MoE"] = "mid in MoE: the same in each expert, over its own inner width"
     scale = "" if slots.mid_norm.scale == 1.0 else f"{slots.mid_norm.scale:.6g} * "
-    return f"FFN({{}}, mid={scale}{names.norm(slots.mid_norm)})"
+    return f"{body}({{}}, mid={scale}{names.norm(slots.mid_norm)})"
+
+
+def _experts(moe: Moe) -> str:
+    """What MoE(x) is."""
+    scores = f"{moe.router}(W x)" + (", divided by the sum of those chosen" if moe.normalise_top_k else "")
+    choice = f"the {moe.top_k} of {moe.experts} experts e with the largest "
+    choice += "s_e + b_e, b moved against the loads" if moe.balance == "bias" else "s_e"
+    factor = "" if moe.routed_scale == 1.0 else f"{moe.routed_scale:.6g} * "
+    shared = "" if not moe.shared_experts else f"FFN(x) of {moe.shared_experts} shared experts + "
+    return f"MoE(x) is {shared}sum of {factor}s_e * FFN_e(x) over {choice}; s = {scores}"
 
 
 def _logits(placement: Placement, names: Names) -> str:

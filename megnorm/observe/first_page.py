@@ -44,7 +44,7 @@ def _model(config: Config) -> list[str]:
         lines.append(f"  {part:<{LABEL - 2}}{number:>{width},}  {source}")
     lines.append(f"{'norms':<{LABEL}}{model.norm.scheme}: {find_scheme(model.norm.scheme).summary}"
                  f"{', with overrides' if model.norm.overrides else ''}")
-    lines += [f"  {line}" for line in equations(placement_of(model))]
+    lines += [f"  {line}" for line in equations(placement_of(model), model.moe)]
     return [*lines, f"{'initial values':<{LABEL}} {init_policy(model)}, seed {config.seed}"]
 
 
