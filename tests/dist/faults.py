@@ -231,6 +231,22 @@ def positions_from_zero_on_each_context_rank(stack):
 
 
 @fault
+def later_stages_ignore_documents(stack):
+    from megnorm.engine.pipeline import Stage
+
+    swap(stack, Stage, "forward", lambda forward: lambda self, inputs: (
+        forward(self, inputs) if self.stage_id == 0 else forward(self, inputs[0])))
+
+
+@fault
+def context_ranks_take_documents_for_their_own_part(stack):
+    from megnorm.model.documents import Documents
+
+    swap(stack, Documents, "__init__", lambda init: lambda self, positions, ids: init(
+        self, positions, ids[:, :positions.shape[1]].repeat(1, ids.shape[1] // positions.shape[1])))
+
+
+@fault
 def one_replica_drifts(stack):
     from megnorm.testing import parity
 

@@ -20,6 +20,9 @@ PP = (2, {"parallel__pp": 2})
 PP_ZERO0 = (2, {"parallel__pp": 2, "parallel__zero_stage": 0})
 DP = (2, {})
 CP = (2, {"parallel__cp": 2})
+DOCUMENTS = {"data__mask_documents": True, "data__reset_positions": True}
+PP_DOCUMENTS = (2, {"parallel__pp": 2, **DOCUMENTS})
+CP_DOCUMENTS = (2, {"parallel__cp": 2, **DOCUMENTS})
 LAYOUT_OF = {
     "gain_not_summed": TP, "gain_summed_twice": TP, "gain_averaged": SP, "final_norm_forgotten_under_sp": SP,
     "key_copies_not_summed": KV, "statistic_of_one_rank": TP, "statistic_without_backward_sum": TP,
@@ -29,6 +32,8 @@ LAYOUT_OF = {
     "shards_not_marked_for_the_norm": TP_DP, "replicas_counted_in_the_norm": TP_DP, "tied_copy_counted_twice": PP_ZERO0,
     "tied_gradient_not_summed": PP, "gradients_summed_over_replicas": DP, "decay_of_everything": DP,
     "positions_from_zero_on_each_context_rank": CP, "one_replica_drifts": TP,
+    "later_stages_ignore_documents": PP_DOCUMENTS,
+    "context_ranks_take_documents_for_their_own_part": CP_DOCUMENTS,
 }
 
 
