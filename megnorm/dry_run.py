@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from megnorm.config import Config
 from megnorm.model.decoder import Layer, decoder_layers
 from megnorm.norms import placement_of
 from megnorm.parallel.context import WholeContext
+from megnorm.parallel.expert import AllExperts
 from megnorm.parallel.sharding import sharding_of
 from megnorm.parallel.tensor import Alone
 from megnorm.plan.layout import Layout, check_layout, make_layout
@@ -30,6 +32,13 @@ class ImaginedContext(WholeContext):
 
     def __init__(self, size: int):
         self.size = size
+
+
+class ImaginedExperts(AllExperts):
+    """The same of an expert-parallel group."""
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
 
 
 @dataclass(frozen=True)
@@ -57,12 +66,12 @@ def run_dry(config: Config, world: int, device: str = "cuda") -> tuple[Layout, l
 
 def _stage(config: Config, layout: Layout, stage: int, device: str, shape: Shape) -> StageReport:
     sizes, whole, names, roles = set(), 0, [], {}
-    for rank in range(layout.tp):
-        parts = list(_parts(config, layout, stage, rank))
+    for rank, ep in product(range(layout.tp), range(layout.ep)):
+        parts = list(_parts(config, layout, stage, rank, ep))
         names = [layer.name for layer, _ in parts]
         parameters = _distinct([parameter for _, module in parts for parameter in module.parameters()])
         sizes.add(sum(parameter.numel() for parameter in parameters))
-        whole += sum(parameter.numel() for parameter in parameters if sharding_of(parameter).first)
+        whole += sum(p.numel() for p in parameters if sharding_of(p).first and (sharding_of(p).experts or ep == 0))
         roles = {role: sum(p.numel() for p in parameters if sharding_of(p).role == role)
                  for role in ("embedding", "matrix", "norm", "bias")}
     planned = stage_parameters(config, layout, stage, shape).total
@@ -71,10 +80,11 @@ def _stage(config: Config, layout: Layout, stage: int, device: str, shape: Shape
                        stage_memory(config, layout, stage, device, shape))
 
 
-def _parts(config: Config, layout: Layout, stage: int, rank: int) -> Iterator[tuple[Layer, nn.Module]]:
-    """The layers of a stage, as a tensor rank would build them."""
+def _parts(config: Config, layout: Layout, stage: int, rank: int, ep: int) -> Iterator[tuple[Layer, nn.Module]]:
+    """The layers of a stage, as a tensor- and expert-parallel rank would build them."""
     layers = decoder_layers(config.model, placement_of(config.model), config.parallel.recompute,
-                            Imagined(rank, layout.tp, layout.sp), ImaginedContext(layout.cp))
+                            Imagined(rank, layout.tp, layout.sp), ImaginedContext(layout.cp),
+                            ep=ImaginedExperts(ep, layout.ep))
     names = [layer.name for layer in layers]
     blocks = block_bounds(config, layout.pp)
     bounds = [0, *(names.index(f"layers.{block}") for block in blocks[1:-1]), len(layers)]
@@ -90,8 +100,8 @@ def _distinct(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
 
 def report_lines(config: Config, layout: Layout, reports: list[StageReport]) -> list[str]:
     """A table of the stages."""
-    lines = [f"{layout.world:,} ranks, {layout}: {len(reports) * layout.tp:,} different parts, built on the meta "
-             "device"]
+    parts = len(reports) * layout.tp * layout.ep
+    lines = [f"{layout.world:,} ranks, {layout}: {parts:,} different parts, built on the meta device"]
     rows = [("stage", "layers", "ranks", "parameters a rank", "matrices", "embedding", "norms", "biases",
              "whole stage", "peak memory")]
     for report in reports:

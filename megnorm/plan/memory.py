@@ -19,13 +19,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
-from megnorm.config import Config, ModelConfig
-from megnorm.config.placement import FFNSlots, Sublayer
+from megnorm.config import Config
+from megnorm.config.placement import Sublayer
 from megnorm.norms import placement_of
 from megnorm.plan.activations import Activations
 from megnorm.plan.flops import flops_per_token
 from megnorm.plan.layout import Layout, accumulation_steps
-from megnorm.plan.parameters import FFNParts, ffn_parts, head_norm_size, inner_matrices, norm_size, scale_size
+from megnorm.plan.parameters import FFNParts, ffn_parts, ffn_size, head_norm_size, norm_size, scale_size
 from megnorm.plan.stages import PlannedBlock, block_bounds, planned_blocks
 
 FP32 = 4
@@ -148,23 +148,17 @@ def common_parameters(config: Config, block: PlannedBlock, tp: int) -> int:
         (attention.q_norm, heads), (attention.k_norm, kv), (attention.v_norm, kv), (attention.ctx_norm, heads)))
     count += sum(_sublayer(s, d) for s in (attention, slots.ffn))
     if block.moe is None:
-        return count + _ffn(model, slots.ffn, model.ffn_hidden // tp)
+        return count + ffn_size(model, slots.ffn, model.ffn_hidden // tp)
     shared = block.moe.shared_experts * block.moe.ffn_hidden // tp
-    return count + block.moe.experts * d + (_ffn(model, slots.ffn, shared) if shared else 0)
+    return count + block.moe.experts * d + (ffn_size(model, slots.ffn, shared) if shared else 0)
 
 
 def expert_parameters(config: Config, block: PlannedBlock, layout: Layout) -> int:
     """Of the routed experts that one rank holds of a block."""
     if block.moe is None:
         return 0
-    one = _ffn(config.model, block.slots.ffn, block.moe.ffn_hidden // layout.tp)
+    one = ffn_size(config.model, block.slots.ffn, block.moe.ffn_hidden // layout.tp)
     return block.moe.experts // layout.ep * one
-
-
-def _ffn(model: ModelConfig, slots: FFNSlots, inner: int) -> int:
-    """Of an FFN of inner width ``inner`` on this rank."""
-    biases = (inner_matrices(model) - 1) * inner + model.hidden if model.bias else 0
-    return inner_matrices(model) * inner * model.hidden + biases + norm_size(slots.mid_norm, inner)
 
 
 def _sublayer(slots: Sublayer, width: int) -> int:

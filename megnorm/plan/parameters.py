@@ -6,7 +6,7 @@ Letters: d hidden, H heads, KV key-value heads, e head size, f FFN inner width, 
 from typing import NamedTuple
 
 from megnorm.config import Config, ModelConfig
-from megnorm.config.placement import Block, HeadNorm, Norm, Scale
+from megnorm.config.placement import Block, FFNSlots, HeadNorm, Norm, Scale
 from megnorm.norms import norm_kinds, placement_of
 
 
@@ -32,7 +32,9 @@ def count_parameters(config: Config) -> dict[str, int]:
         "output": 0 if model.tie_embeddings else model.padded_vocab * model.hidden,
     }
     total = sum(parts.values())
-    idle = sum(parts.experts - parts.chosen for parts in ffns)
+    blocks = placement_of(model).blocks
+    idle = sum((model.moe.experts - model.moe.top_k) * ffn_size(model, blocks[layer].ffn, model.moe.ffn_hidden)
+               for layer in model.moe_layers)
     return {**parts, "total": total, "non_embedding": total - parts["embedding"] - parts["output"],
             "active": total - idle}
 
@@ -111,6 +113,24 @@ def inner_matrices(model: ModelConfig) -> int:
     return 3 if model.activation == "swiglu" else 2
 
 
+def ffn_size(model: ModelConfig, slots: FFNSlots, inner: int) -> int:
+    """All parameters of an FFN of inner width ``inner``: a dense one, one expert, or a rank's part of it."""
+    biases = _ffn_biases(model, inner) if model.bias else 0
+    return inner_matrices(model) * inner * model.hidden + biases + norm_size(slots.mid_norm, inner)
+
+
+def _ffn_biases(model: ModelConfig, inner: int) -> int:
+    return (inner_matrices(model) - 1) * inner + model.hidden
+
+
+def _ffn_widths(model: ModelConfig, layer: int) -> list[int]:
+    """Inner widths of the FFNs of a layer: of the dense one, or of each expert, where shared ones are one."""
+    if layer not in model.moe_layers:
+        return [model.ffn_hidden]
+    moe = model.moe
+    return [moe.shared_experts * moe.ffn_hidden] * (moe.shared_experts > 0) + [moe.ffn_hidden] * moe.experts
+
+
 def gate_matrices(model: ModelConfig) -> int:
     """Of all layers: the attention's output gates [H, d] or [H*e, d], where a layer has one."""
     return sum(_gate_width(block, model) for block in placement_of(model).blocks) * model.hidden
@@ -121,11 +141,11 @@ def norm_parameters(model: ModelConfig) -> int:
     placement = placement_of(model)
     ends = sum(norm_size(norm, model.hidden) for norm in (placement.embed_norm, placement.final_norm))
     ends += scale_size(placement.embed_scale, model.hidden)
-    return ends + sum(_block_norms(block, model) for block in placement.blocks)
+    return ends + sum(_block_norms(block, model, layer) for layer, block in enumerate(placement.blocks))
 
 
-def _block_norms(block: Block, model: ModelConfig) -> int:
-    count = norm_size(block.ffn.mid_norm, model.ffn_hidden)
+def _block_norms(block: Block, model: ModelConfig, layer: int) -> int:
+    count = sum(norm_size(block.ffn.mid_norm, width) for width in _ffn_widths(model, layer))
     for sublayer in (block.attention, block.ffn):
         for norm in (sublayer.in_norm, sublayer.out_norm, sublayer.post_norm):
             count += norm_size(norm, model.hidden)
@@ -164,6 +184,5 @@ def _gate_width(block: Block, model: ModelConfig) -> int:
 def _linear_biases(model: ModelConfig) -> int:
     """One value for each output of each linear layer; the output layer has none."""
     attention = (model.heads + 2 * model.kv_heads) * model.head_size + model.hidden
-    inner = 2 if model.activation == "swiglu" else 1
-    layer = attention + inner * model.ffn_hidden + model.hidden
-    return model.layers * layer + sum(_gate_width(block, model) for block in placement_of(model).blocks)
+    ffns = sum(_ffn_biases(model, width) for layer in range(model.layers) for width in _ffn_widths(model, layer))
+    return model.layers * attention + ffns + sum(_gate_width(block, model) for block in placement_of(model).blocks)

@@ -123,8 +123,8 @@ def _ours(shape: MoEShape, weights: Weights) -> nn.Module:
     })
     module = build_module(config, alone(config))
     (layer,) = (part.ffn.body for part in module.modules() if hasattr(part, "ffn"))
-    _copy({layer.router.weight: weights.router, layer.experts.gate_up: weights.gate_up,
-           layer.experts.down: weights.down})
+    _copy((layer.router.weight, weights.router), (layer.experts.up.flatten(1, 2), weights.gate_up),
+          (layer.experts.down, weights.down))
     return layer
 
 
@@ -136,8 +136,8 @@ def _transformers(shape: MoEShape, weights: Weights, experts: str) -> nn.Module:
                          num_experts_per_tok=shape.top_k, norm_topk_prob=True)
     config._experts_implementation = experts
     layer = OlmoeSparseMoeBlock(config)
-    _copy({layer.gate.weight: weights.router, layer.experts.gate_up_proj: weights.gate_up,
-           layer.experts.down_proj: weights.down})
+    _copy((layer.gate.weight, weights.router), (layer.experts.gate_up_proj, weights.gate_up),
+          (layer.experts.down_proj, weights.down))
     return layer
 
 
@@ -175,15 +175,15 @@ def _deepspeed(shape: MoEShape, weights: Weights) -> nn.Module:
     layer = MoE(shape.hidden, _Expert(shape.hidden, shape.ffn_hidden), shape.experts, k=shape.top_k, drop_tokens=False)
     layer.set_deepspeed_parallelism()
     experts = layer.deepspeed_moe.experts.deepspeed_experts
-    _copy({layer.deepspeed_moe.gate.wg.weight: weights.router})
+    _copy((layer.deepspeed_moe.gate.wg.weight, weights.router))
     for expert, gate_up, down in zip(experts, weights.gate_up, weights.down, strict=True):
-        _copy({expert.gate_up.weight: gate_up, expert.down.weight: down})
+        _copy((expert.gate_up.weight, gate_up), (expert.down.weight, down))
     return _OutputOnly(layer)
 
 
 @torch.no_grad()
-def _copy(values: dict[nn.Parameter, Tensor]) -> None:
-    for parameter, value in values.items():
+def _copy(*pairs: tuple[Tensor, Tensor]) -> None:
+    for parameter, value in pairs:
         parameter.copy_(value)
 
 

@@ -36,6 +36,28 @@ def test_slots_and_heads_that_are_rare(model: dict) -> None:
         run_dry(make(parallel, **model), 2 * parallel.get("tp", 1) * parallel.get("pp", 1))
 
 
+MOE = {"experts": 8, "top_k": 2, "ffn_hidden": 24}
+
+
+@pytest.mark.parametrize("moe", [MOE, {**MOE, "layers": "first dense 2"}, {**MOE, "layers": "every 2", "shared_experts": 2}])
+@pytest.mark.parametrize("parallel", [{"ep": 4}, {"tp": 2, "ep": 2, "sp": True}, {"pp": 2, "ep": 8}])
+def test_expert_parallel_ranks_hold_their_experts(moe: dict, parallel: dict) -> None:
+    config = make(parallel, moe=moe, bias=True, norm="normformer")
+    _, reports = run_dry(config, 16)  # asserts it of each rank and stage
+    copies = config.model.padded_vocab * 64 if config.parallel.pp > 1 else 0
+    assert sum(report.whole for report in reports) == count_parameters(config)["total"] + copies
+
+
+def test_experts_are_sharded_over_fewer_ranks() -> None:
+    """ZeRO 1: masters and moments, 12 bytes, of common parameters over 8 ranks, of experts over the 2 that hold them."""
+    config = make({"zero_stage": 1, "ep": 4}, moe=MOE)
+    counts = count_parameters(config)
+    memory = stage_memory(config, make_layout(config, 8), 0)
+    common, experts = counts["total"] - counts["experts"], counts["experts"] // 4
+    assert memory.weights == 4 * (common + experts)
+    assert memory.optimizer == pytest.approx(12 * (common / 8 + experts / 2), rel=1e-6)
+
+
 def test_thousands_of_ranks_without_starting_them() -> None:
     layout, reports = run_dry(make({"tp": 4, "pp": 4}, {"global_batch": 2048}), 4096)
     lines = report_lines(make({"tp": 4, "pp": 4}), layout, reports)

@@ -87,6 +87,9 @@ EVERY_SLOT = {
         "attention": {"q_norm": {"scope": "all_heads"}, "k_norm": {"scope": "all_heads"},
                       "ctx_norm": "default"},
         "ffn": {"mid_norm": "default"}}}}},
+    {"moe": {"experts": 4, "top_k": 2, "ffn_hidden": 10}},
+    {"moe": {"experts": 4, "top_k": 2, "ffn_hidden": 10, "shared_experts": 2, "layers": "every 2"}, "bias": True,
+     "activation": "gelu", "norm": {"scheme": "pre", "overrides": {":": {"ffn": {"mid_norm": DYT}}}}},
 ])
 def test_counts_equal_the_built_model(options: dict) -> None:
     check_built(options)
@@ -96,11 +99,15 @@ def check_built(options: dict) -> None:
     model = make(**options).model
     built = Decoder(decoder_layers(model, placement_of(model), "none", Alone()),
                     TokenLoss(model.vocab_size, Alone()))
-    counts, by_role = count_parameters(make(**options)), {}
+    counts, by_role, experts = count_parameters(make(**options)), {}, 0
     for parameter in built.parameters():
         role = sharding_of(parameter).role
         by_role[role] = by_role.get(role, 0) + parameter.numel()
+        experts += parameter.numel() if sharding_of(parameter).experts else 0
     assert counts["total"] == sum(by_role.values())
     assert counts["norms"] + counts["biases"] == by_role.get("norm", 0) + by_role.get("bias", 0)
-    assert counts["attention"] + counts["ffn"] + counts["output"] == by_role["matrix"]
+    matrices = sum(counts[part] for part in ("attention", "ffn", "router", "experts", "output"))
+    assert matrices == by_role["matrix"]
+    idle = 1 - model.moe.top_k / model.moe.experts if model.moe else 0
+    assert counts["active"] == counts["total"] - idle * experts
     assert counts["embedding"] == by_role["embedding"]
