@@ -4,14 +4,15 @@ import time
 from typing import TYPE_CHECKING
 
 from megnorm.config import Config
+from megnorm.plan.hardware import TABLE
 
 if TYPE_CHECKING:
     import torch
 
-# Dense bf16 TFLOP/s of tensor cores from NVIDIA's data sheets (without sparsity); TF32 is half of it.
-# The first name that the device's name contains counts.
-GPUS = (("B200", 2250.0), ("H200 NVL", 835.0), ("H200", 989.0), ("H100 PCIe", 756.0), ("H100 NVL", 835.0),
-        ("H100", 989.0), ("A100", 312.0))
+# Dense bf16 TFLOP/s of tensor cores from NVIDIA's data sheets (without sparsity), by what the device's name contains,
+# the first that fits; TF32 is half of it. The cards for PCI Express have fewer than those that the plan knows.
+GPUS = (("H200 NVL", 835.0), ("H100 PCIe", 756.0), ("H100 NVL", 835.0),
+        *((name.upper(), hardware.tflops_bf16) for name, hardware in TABLE.items()))
 
 
 def peak_tflops(config: Config, device: "torch.device") -> tuple[float | None, str]:
