@@ -14,7 +14,7 @@ BALANCED_BY_LOSS = ("aux", "sequence")
 # loss is multiplied by top_k where its loss is top_k times ours: transformers' load_balancing_loss_func.
 PRESETS: dict[str, dict[str, Any]] = {
     "olmoe": {"experts": 64, "top_k": 8, "aux_weight": 0.01, "z_weight": 0.001},  # arXiv:2409.02060
-    "mixtral": {"experts": 8, "top_k": 2, "normalise_top_k": True, "aux_weight": 2 * 0.001, "z_weight": 0.0},
+    "mixtral": {"experts": 8, "top_k": 2, "normalise_top_k": True, "aux_weight": 2 * 0.02, "z_weight": 0.0},
     "qwen3_moe": {"experts": 128, "top_k": 8, "normalise_top_k": True, "aux_weight": 8 * 0.001, "z_weight": 0.0},
     # Less its choice among groups of experts, and its second balance loss (weight 1e-4) beside the bias.
     "deepseek_v3": {"experts": 256, "top_k": 8, "router": "sigmoid", "normalise_top_k": True, "routed_scale": 2.5,

@@ -66,8 +66,8 @@ class Router(nn.Module):
         p = log_p.exp()
         sets = len(chosen) if moe.balance == "sequence" else 1  # over whose tokens the loads are to be even
         choices = counts(chosen.view(sets, -1), n)
-        f = self.parts.sum(choices) * (sets / (moe.top_k * tokens))
-        aux = n / tokens * (f.to(p.dtype) * p.view(sets, -1, n).sum(1)).sum()
+        f = self.parts.sum(choices).to(p) * (sets / (moe.top_k * tokens))
+        aux = n / tokens * (f * p.view(sets, -1, n).sum(1)).sum()
         z = logits.logsumexp(-1).square().sum() / tokens
         loss = self.loss_share * (moe.aux_weight * aux + moe.z_weight * z)
         return loss, Seen(choices.sum(0), (kept == n).sum(), -(p * log_p).detach().sum(), aux, z)
