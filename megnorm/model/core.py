@@ -36,11 +36,10 @@ def plain(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None, *
     if q.device.type == "cpu" and q.shape[2] <= LONGEST:
         begins = None if documents is None else documents.begins
         return block_causal(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, begins)
+    causal = partial(F.scaled_dot_product_attention, is_causal=True, scale=scale, enable_gqa=True)
     if documents is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-    if q.is_cuda:
-        return _flex(q, k, v, scale, None, documents)
-    return _each_alone(partial(plain, scale=scale), q, k, v, documents)
+        return causal(q, k, v)
+    return _flex(q, k, v, scale, None, documents) if q.is_cuda else _each_alone(causal, q, k, v, documents)
 
 
 def capped(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None, *, scale: float | None,
