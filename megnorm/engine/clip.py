@@ -3,7 +3,7 @@
 fp32 without ZeRO: DeepSpeed 0.19.8 averages norms over replicas, counts tied copies twice and takes the pipeline
 rank for the tensor rank (runtime/utils.py:394-419), then discards the number. bf16 weights with fp32 masters
 (BF16_Optimizer): it sums the squares of a whole tensor in fp32, which torch does on a CPU with an error of 1e-5 for
-a million elements and 1e-3 for 24 millions.
+a million elements and 1e-3 for 24 millions, and counts a bias of an expert on every tensor-parallel rank.
 """
 
 import types
@@ -52,15 +52,19 @@ def norms_of_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def sum_by_rows(optimizer) -> None:
-    """Let a BF16_Optimizer take its norms from the norms of rows."""
+    """Let a BF16_Optimizer take its norms from the norms of rows of what counts here."""
     tensors = optimizer.get_grads_for_norm
 
     def get_grads_for_norm(for_clipping: bool = False):
         if for_clipping:
             return tensors(for_clipping=True)
-        dense, experts = tensors()
-        return ([norms_of_rows(x) for x in dense],
-                {group: [norms_of_rows(x) for x in members] for group, members in experts.items()})
+        dense, experts = [], {}
+        for group, members, gradients in zip(optimizer.optimizer.param_groups, optimizer.bf16_groups,
+                                             optimizer.fp32_groups_gradients, strict=True):
+            found = experts.setdefault(group["name"], []) if group["moe"] else dense
+            found += [norms_of_rows(x) for p, x in zip(members, gradients, strict=True) if counts_here(p)]
+        nothing = [torch.zeros(1, device=optimizer.fp32_groups_gradients_flat[0].device)]  # it can't sum over no tensor
+        return dense or nothing, {group: found or nothing for group, found in experts.items()}
 
     optimizer.get_grads_for_norm = get_grads_for_norm
 

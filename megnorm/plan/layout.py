@@ -149,10 +149,6 @@ def _check_experts(config: Config, layout: Layout) -> None:
     if layout.ep > 1 and parallel.zero_stage == 3:
         raise ConfigError(f"parallel.zero_stage=3 doesn't go with parallel.ep={layout.ep}: the engine shards weights "
                           "only of layers that all data-parallel ranks hold; take zero_stage 1 or 2, or ep=1")
-    if layout.ep > 1 and layout.tp > 1 and config.model.bias and config.train.dtype == "bf16" and parallel.zero_stage < 2:
-        raise ConfigError(f"model.bias=true doesn't go with parallel.ep={layout.ep}, tp={layout.tp}, dtype=bf16 and "
-                          f"zero_stage={parallel.zero_stage}: the engine would count the experts' biases on every "
-                          "tensor-parallel rank; take zero_stage=2, or leave the biases out")
 
 
 def accumulation_steps(config: Config, layout: Layout) -> int:
