@@ -31,7 +31,8 @@ def parse_layouts(config: Config, texts: list[str], full: bool) -> list[tuple[st
         train = run.train.model_copy(update={
             "micro_batch": 1, "global_batch": replicas * (-(-8 // replicas)), "dtype": "fp32"})
         run = run.model_copy(update={"train": train})
-        layout = make_layout(run, run.parallel.tp * run.parallel.pp * (run.parallel.dp or 1))
+        parallel = run.parallel
+        layout = make_layout(run, parallel.tp * parallel.pp * parallel.cp * (parallel.dp or 1))
         try:
             check_layout(run, layout)
         except ConfigError as error:

@@ -28,7 +28,6 @@ class Stage(PipelineModule):
         stage = self._topo.get_coord(self.global_rank).pipe
         self._set_bounds(start=self.bounds[stage], stop=self.bounds[stage + 1])
 
-
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         x = self.through(self.forward_funcs, inputs)
         is_last = self.stage_id == self.num_stages - 1

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megnorm.config import ConfigError, parse_config
 from megnorm.parallel.sharding import Constant, Sharding, new_parameter, sharding_of
 from megnorm.parallel.tensor import Alone
+from megnorm.parity import parse_layouts
 from megnorm.plan.layout import Layout, accumulation_steps, check_layout, make_layout, stage_bounds
 from megnorm.plan.stages import block_bounds
 
@@ -52,6 +53,11 @@ def test_tensor_parallel_ranks_are_neighbours():
     assert layout.groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert layout.groups("dp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert layout.groups("pp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_parity_starts_the_ranks_of_each_layout():
+    runs = parse_layouts(config(), ["cp=2", "tp=2,cp=2,dp=2"], full=False)
+    assert [layout.world for _, _, layout in runs] == [2, 8]
 
 
 # Refusals
