@@ -23,6 +23,7 @@ from megnorm.testing.memory import Measured, measure_step
 from megnorm.testing.ranks import run_ranks
 
 SMALL = "train.global_batch=2 train.micro_batch=1 data.sequence_length=32"
+EXPERTS = "model.moe={experts: 8, top_k: 2, ffn_hidden: 192}"
 # Ranks and changes to the base configuration.
 CASES: dict[str, tuple[int, str]] = {
     "alone": (1, "parallel.zero_stage=0"),
@@ -54,6 +55,14 @@ CASES: dict[str, tuple[int, str]] = {
     "pp2_bf16": (2, "parallel.pp=2 train.dtype=bf16"),
     "pp2_recompute": (2, "parallel.pp=2 parallel.zero_stage=0 parallel.recompute=full model.layers=8"),
     "tp2_pp2_zero1": (4, "parallel.tp=2 parallel.pp=2"),
+    "experts": (1, f"parallel.zero_stage=0 {EXPERTS}"),
+    "experts_recompute": (1, f"parallel.zero_stage=0 parallel.recompute=full {EXPERTS}"),
+    "experts_shared_half": (1, "parallel.zero_stage=0 model.moe={experts: 4, top_k: 1, ffn_hidden: 128, "
+                               "shared_experts: 1, layers: every 2}"),
+    "experts_ep2_zero0": (2, f"parallel.ep=2 parallel.zero_stage=0 {EXPERTS}"),
+    "experts_ep2_zero1": (2, f"parallel.ep=2 {EXPERTS}"),
+    "experts_ep2_zero2_bf16": (2, f"parallel.ep=2 parallel.zero_stage=2 train.dtype=bf16 {EXPERTS}"),
+    "experts_ep2_tp2": (4, f"parallel.ep=2 parallel.tp=2 parallel.sp=true {EXPERTS}"),
 }
 
 

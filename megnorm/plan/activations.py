@@ -135,12 +135,13 @@ class Activations:
         return kept + self._spanning_norm(slots.mid_norm, inner, copies * self.region)
 
     def _moe(self, block: PlannedBlock) -> int:
-        """Scores of the router and numbers of the chosen; the copies that the experts take, and their FFNs."""
+        """The copies that experts take and give, and what is inside; the router, in fp32: its input where that is
+        not the stream itself, four values for each expert, one factor and two numbers for each choice."""
         moe, slots = block.moe, block.slots.ffn
-        router = self.stream * (2 * moe.experts * FP32 + moe.top_k * (FP32 + INT64))
-        order = self.region * moe.top_k * 2 * INT64
+        wide = self.config.model.hidden if self.itemsize < FP32 else 0
+        router = self.stream * FP32 * (wide + 4 * moe.experts) + self.region * moe.top_k * (FP32 + 2 * INT64)
         shared = self.region * moe.shared_experts * moe.ffn_hidden // self.layout.tp * self.itemsize
-        return (router + order + self.routed(block) + self._ffn(slots, self.inner(block), moe.top_k)
+        return (router + 2 * self.routed(block) + self._ffn(slots, self.inner(block), moe.top_k)
                 + (self._ffn(slots, shared) if shared else 0))
 
     def _sublayer(self, slots: Sublayer) -> int:

@@ -40,6 +40,8 @@ class Meter:
         ranks = {axis: dist.get_process_group_ranks(getattr(groups, f"{axis}_group")) for axis in ("dp", "tp", "pp")}
         if groups.layout.cp > 1:
             ranks["cp"] = dist.get_process_group_ranks(groups.cp.group)
+        if groups.layout.ep > 1:
+            ranks["ep"] = dist.get_process_group_ranks(groups.ep.group)
         self.axes = {tuple(members): axis for axis, members in ranks.items()}
         self._off = False
 

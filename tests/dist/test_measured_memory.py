@@ -18,6 +18,7 @@ SIZES = {"model__hidden": 128, "model__ffn_hidden": 384, "model__vocab_size": 20
     (2, {"parallel__zero_stage": 3, "train__dtype": "bf16"}),
     (2, {"parallel__tp": 2, "parallel__sp": True, "train__dtype": "bf16"}),
     (2, {"parallel__pp": 2}),
+    (2, {"parallel__ep": 2, "model__moe": {"experts": 8, "top_k": 2, "ffn_hidden": 192}}),
 ])
 def test_estimate_is_close_to_the_measured_peak(world: int, changes: dict) -> None:
     config = tiny_config("hybrid_star", **SIZES, **changes)

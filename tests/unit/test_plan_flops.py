@@ -54,6 +54,15 @@ def test_formula_equals_the_counter(activation: str, tie: bool) -> None:
     assert flops_per_token(config).total * 2 * 64 == pytest.approx(counted, rel=0.01)
 
 
+def test_experts_count_as_chosen() -> None:
+    """Two of eight experts of half the width, and a router: the dense model and 8 x 24 weights a layer."""
+    dense = flops_per_token(make())
+    moe = flops_per_token(make(moe={"experts": 8, "top_k": 2, "ffn_hidden": 20}))
+    half = flops_per_token(make(moe={"experts": 8, "top_k": 1, "ffn_hidden": 20, "shared_experts": 1, "layers": "every 3"}))
+    assert moe.matmul - dense.matmul == 6 * 3 * 8 * 24 and half.matmul - dense.matmul == 6 * 8 * 24
+    assert moe.attention == dense.attention
+
+
 def test_formula_shows_its_numbers_and_the_causal_half() -> None:
     config = make(sequence=64)
     flops = flops_per_token(config)

@@ -17,8 +17,8 @@ LADDER = Path(__file__).resolve().parents[2] / "configs" / "ladder"
 H100 = TABLE["h100"]
 
 
-def make(parallel: dict | None = None, **train) -> Config:
-    model = {"layers": 4, "hidden": 256, "heads": 8, "kv_heads": 4, "ffn_hidden": 768, "vocab_size": 4096}
+def make(parallel: dict | None = None, moe: dict | None = None, **train) -> Config:
+    model = {"layers": 4, "hidden": 256, "heads": 8, "kv_heads": 4, "ffn_hidden": 768, "moe": moe, "vocab_size": 4096}
     return parse_config({"run_dir": "r", "model": model, "data": {"sequence_length": 512, "train": "t"},
                          "parallel": parallel or {}, "optimizer": {"lr": 1.0},
                          "train": {"steps": 10, "micro_batch": 1, "global_batch": 32, "dtype": "bf16", **train}})
@@ -94,6 +94,35 @@ def test_parts_of_a_step() -> None:
     assert again.mfu * again.total == pytest.approx(timed().mfu * timed().total)  # repeated work is not useful work
     assert timed(zero_stage=3).data > timed(zero_stage=1).data
     assert timed(tp=4, recompute="full").tensor == pytest.approx(timed(tp=4).tensor * 26 / 18)
+
+
+MOE = {"experts": 8, "top_k": 2, "ffn_hidden": 384}
+
+
+def test_layouts_with_experts() -> None:
+    config = make(moe=MOE)
+    found = search_layouts(config, 4, H100)
+    assert {c.layout.ep for c in found.fitting} == {1, 2, 4}
+    assert all(c.config.parallel.zero_stage < 3 for c in found.fitting if c.layout.ep > 1)
+    assert any("parallel.ep=4" in c.overrides for c in found.fitting)
+    assert {c.layout.ep for c in search_layouts(make(), 4, H100).fitting} == {1}
+    text = "\n".join(plan_page(config, found, 4, H100, 5))
+    for words in ("router", "4 layers: 8, of which 2 chosen", "active", "every layer has experts"):
+        assert words in text
+
+
+def test_experts_in_a_step() -> None:
+    def timed_moe(ep: int, world: int = 8, **parallel) -> StepTime:
+        config = make({"ep": ep, **parallel}, moe=MOE)
+        return step_time(config, make_layout(config, world), replace(H100, latency=0.0))
+
+    whole, cut = timed_moe(1), timed_moe(4)
+    assert whole.expert == 0 < cut.expert and timed().expert == 0
+    sent = 4 * 4 * 4 * 3 / 4 * 512 * 2 * 256 * 2  # micro batches, layers, exchanges, to others, tokens, k, d, bytes
+    assert cut.expert == pytest.approx(sent / H100.link(4, 1))
+    assert timed_moe(4, recompute="full").expert == pytest.approx(1.5 * cut.expert)
+    assert cut.data < whole.data  # fewer ranks hold an expert
+    assert timed_moe(4, tp=4, world=64).expert > cut.expert  # across nodes
 
 
 def test_links_inside_and_across_nodes() -> None:
