@@ -76,19 +76,21 @@ def measured(chosen):
     groups = make_groups(make_layout(chosen, dist.get_world_size()), torch.device("cpu"), chosen.model.kv_heads)
     module = build_module(chosen, groups)
     batches = micro_batches(chosen, groups, 0)
-    profile(module, chosen.model.layers, [tokens for tokens, _, _ in batches], groups)
+    profile(module, chosen.model.layers, [inputs for inputs, _, _ in batches], groups)
     factors = {p.sharding.name: p.detach().clone() for p in module.parameters() if "_scale" in p.sharding.name}
     result = build_engine(chosen, groups, module).step(batches, 1e-3, 1)
     return result.loss, result.beside, factors
 
 
 @pytest.mark.parametrize(("world", "changes"), [
-    (2, {"parallel__pp": 2}), (4, {"parallel__tp": 2, "parallel__sp": True}), (2, {"parallel__cp": 2})])
+    (2, {"parallel__pp": 2, "data__mask_documents": True}), (4, {"parallel__tp": 2, "parallel__sp": True}),
+    (2, {"parallel__cp": 2})])
 def test_z_loss_and_admins_factors_in_layout(world, changes):
     def chosen(**layout):
         return tiny_config("admin", model__z_loss=0.1, **layout)
 
-    ((loss, beside, factors),) = run_ranks(measured, 1, chosen())
+    of_data = {key: value for key, value in changes.items() if key.startswith("data")}
+    ((loss, beside, factors),) = run_ranks(measured, 1, chosen(**of_data))
     assert 0.1 * 3 ** 2 < beside["z_loss"] < 0.1 * 6 ** 2
     assert len(factors) == 8 and all(factor.shape == (32,) for factor in factors.values())
     ranks = run_ranks(measured, world, chosen(**changes))

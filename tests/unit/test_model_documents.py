@@ -68,7 +68,7 @@ def test_core(name, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     core._compiled.cache_clear()
     function, cap, length = CORES[name]
-    starts = ((0, 1, BLOCK, length - 3), (0,), (0, BLOCK - 1, BLOCK + 1, 2 * BLOCK))
+    starts = ((0, 1, BLOCK, length - 3), (0, BLOCK - 1, BLOCK + 1, 2 * BLOCK), (0,))
     positions, ids = rows_of(starts, length)
     inputs = [noise(3, length, n, 16, seed=n).transpose(1, 2).requires_grad_(name != "flex_attention")
               for n in (4, 2, 2)]
