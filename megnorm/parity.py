@@ -45,8 +45,9 @@ def parse_layouts(config: Config, texts: list[str], full: bool) -> list[tuple[st
 def shrink(config: Config) -> Config:
     """The same depth, heads, norms and activation at the smallest width, vocabulary and length."""
     model, data = config.model.model_dump(), config.data
-    model |= {"head_size": 8, "hidden": 8 * config.model.heads, "ffn_hidden": 16 * config.model.heads,
-              "vocab_size": 125, "pad_vocab_to": 128, "init": {**model["init"], "std": None}}
+    width = 16 * config.model.heads
+    model |= {"head_size": 8, "hidden": width // 2, "ffn_hidden": width, "vocab_size": 125, "pad_vocab_to": 128,
+              "init": {**model["init"], "std": None}, "moe": model["moe"] and {**model["moe"], "ffn_hidden": width}}
     return config.model_copy(update={"model": type(config.model).model_validate(model),
                                      "data": data.model_copy(update={"sequence_length": 16})})
 

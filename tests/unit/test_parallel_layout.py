@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megnorm.config import ConfigError, parse_config
-from megnorm.parallel.sharding import Constant, Sharding, new_parameter, sharding_of
+from megnorm.parallel.sharding import Constant, ExpertSlice, Sharding, new_parameter, sharding_of
 from megnorm.parallel.tensor import Alone
 from megnorm.parity import parse_layouts
 from megnorm.plan.layout import Layout, accumulation_steps, check_layout, make_layout, stage_bounds
@@ -24,6 +24,9 @@ def config(parallel=None, model=None, train=None, length=32):
         "data": {"sequence_length": length, "train": "x"},
         "train": {"steps": 1, "micro_batch": 2, "global_batch": 16, **(train or {})},
         "optimizer": {"lr": 1e-3}, "parallel": parallel or {}})
+
+
+MOE = {"experts": 6, "top_k": 2, "ffn_hidden": 32}
 
 
 # Ranks
@@ -60,6 +63,13 @@ def test_parity_starts_the_ranks_of_each_layout():
     assert [layout.world for _, _, layout in runs] == [2, 8]
 
 
+def test_expert_parallel_ranks_are_neighbours_among_the_replicas():
+    layout = Layout(pp=2, dp=4, tp=2, ep=2)
+    assert layout.neighbours(layout.ep)[:4] == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert layout.expert_replicas()[:4] == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    assert layout.whole_models() == [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
+
+
 # Refusals
 
 
@@ -85,6 +95,11 @@ def test_a_world_that_does_not_fit(parallel, world, message):
     ({"pp": 2, "zero_stage": 3}, {}, {}, 2, ["zero_stage=3", "pp=2"]),
     ({"pp": 8}, {}, {}, 8, ["parallel.pp=8", "model.layers=4"]),
     ({}, {}, {"global_batch": 15}, 2, ["train.global_batch=15", "micro_batch=2", "dp=2", "16"]),
+    ({"ep": 2}, {}, {}, 2, ["parallel.ep=2", "model.moe", "not set"]),
+    ({"ep": 3}, {"moe": MOE}, {}, 4, ["parallel.ep=3", "dp=4 x cp=1", "model.moe.experts=6", "one of [1, 2]"]),
+    ({"ep": 4}, {"moe": MOE}, {}, 4, ["parallel.ep=4", "model.moe.experts=6", "one of [1, 2]"]),
+    ({"ep": 2, "zero_stage": 3}, {"moe": MOE}, {}, 2, ["zero_stage=3", "ep=2", "1 or 2"]),
+    ({"tp": 8}, {"moe": {**MOE, "ffn_hidden": 36}}, {}, 8, ["model.moe.ffn_hidden=36", "parallel.tp=8", "[1, 2, 3"]),
     ({}, {}, {"global_batch": 2}, 4, ["train.global_batch=2", "8"]),
 ])
 def test_layouts_that_are_refused(parallel, model, train, world, parts):
@@ -172,3 +187,16 @@ def test_metadata_survives_casts_and_its_absence_is_an_error():
 def test_a_cut_that_does_not_divide_is_an_error():
     with pytest.raises(AssertionError):
         Place(0, 3).parameter("w", (8, 12), dim=0, role="matrix", init=Constant(0.0))
+
+
+def test_experts_are_cut_beside_the_tensor_parallel_dimension():
+    """Rank 1 of 2 in either way: experts 2 and 3 of 4, the second half of the inner axis."""
+    sharding = Sharding("e.down", (4, 8, 6), "matrix", Constant(0.0), dim=2, index=1, count=2,
+                        experts=ExpertSlice(1, 2))
+    assert tuple(new_parameter(sharding).shape) == sharding.local_shape == (2, 8, 3)
+    assert sharding.slices() == (slice(2, 4), slice(0, 8), slice(3, 6))
+    parts = sharding.by_expert()
+    assert [part.name for part in parts] == ["e.down.2", "e.down.3"]
+    assert all(part.local_shape == (8, 3) and part.slices() == (slice(0, 8), slice(3, 6)) for part in parts)
+    value = torch.arange(48).view(2, 8, 3)
+    assert torch.equal(sharding.cut(value)[1], value[1]) and torch.equal(sharding.join(sharding.cut(value)), value)
