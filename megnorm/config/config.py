@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 
 from megnorm.config.base import ConfigError, Section
 from megnorm.config.model import ModelConfig, NormConfig
@@ -34,6 +34,14 @@ class Config(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
+
+    @model_validator(mode="after")
+    def _documents_stay_apart(self) -> "Config":
+        moe = self.model.moe
+        if self.data.mask_documents and moe is not None and moe.capacity is not None:
+            raise ValueError(f"data.mask_documents=true doesn't go with model.moe.capacity={moe.capacity:g}: the earlier "
+                             "documents of a row would take places of the later ones; set capacity to none")
+        return self
 
     @property
     def tokens_per_step(self) -> int:

@@ -182,6 +182,15 @@ ERRORS = {
 }
 
 
+def test_documents_that_would_share_places_of_experts(load):
+    moe = "model.moe={experts: 4, top_k: 1, ffn_hidden: 32, capacity: 1.5}"
+    assert refusal(load, moe, "data.mask_documents=true").endswith(
+        "data.mask_documents=true doesn't go with model.moe.capacity=1.5: the earlier documents of a row would take "
+        "places of the later ones; set capacity to none")
+    load(moe)
+    load(moe.replace("1.5", "none"), "data.mask_documents=true")
+
+
 @pytest.mark.parametrize("override", ERRORS)
 def test_golden_errors(load, tmp_path, override):
     message = refusal(load, override)

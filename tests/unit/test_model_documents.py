@@ -93,6 +93,7 @@ MODELS = {
     "post": {"norm": "post"},
     "hybrid_star": {"norm": "hybrid_star"},
     "two streams": {"norm": "residual"},
+    "experts": {"norm": "pre", "moe": {"experts": 4, "top_k": 2, "ffn_hidden": 16}},
     "soft-cap": {"norm": {"scheme": "peri", "attention_softcap": 2.0}},
     "norm after rotation, over all heads, gate": {"norm": {"scheme": "pre", "overrides": {":": {"attention": {
         "q_norm": {"rope": "after"}, "k_norm": {"scope": "all_heads"}, "ctx_norm": "default", "gate": "head"}}}}},
