@@ -13,6 +13,8 @@ from megnorm.testing.volume import measured_step
 EXPERTS = {"experts": 4, "top_k": 2, "ffn_hidden": 16, "layers": "every 2"}
 LAYOUTS = {
     "tp2": (2, {"parallel__tp": 2}), "tp2 sp": (2, {"parallel__tp": 2, "parallel__sp": True}),
+    "tp2, experts": (2, {"parallel__tp": 2, "model__moe": {**EXPERTS, "shared_experts": 1}}),
+    "tp2 sp, experts": (2, {"parallel__tp": 2, "parallel__sp": True, "model__moe": EXPERTS}),
     "cp2": (2, {"parallel__cp": 2}), "tp2 pp2": (4, {"parallel__tp": 2, "parallel__pp": 2}),
 }
 
