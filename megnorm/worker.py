@@ -5,7 +5,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
 
 from megnorm.build import build_engine, build_module
@@ -14,10 +16,12 @@ from megnorm.config import Config, dump_config
 from megnorm.engine.clip import counts_here
 from megnorm.engine.engine import Engine
 from megnorm.engine.gradients import before_update, squared_norms
+from megnorm.engine.products import products_used
 from megnorm.engine.settings import zero_stage
 from megnorm.engine.start import device_for, finish, start
 from megnorm.loop import Run, StopRequest, as_tensors, step_batches, train
 from megnorm.model.block import Block
+from megnorm.model.core import program
 from megnorm.model.norm import kernels_used
 from megnorm.model.profile import has_profiled_scales, profile
 from megnorm.norms import placement_of
@@ -81,13 +85,21 @@ def open_run(prepared: Prepared, resume: str, groups: Groups, stop: StopRequest)
     if first:
         write_config(Path(config.run_dir), dump_config(config))
         sinks = [MetricsWriter(config.run_dir, step), open_tensorboard(config, step)]
-        console.first_page(peak, step, {"norm kernels": "\n".join(kernels_used(module))})
+        console.first_page(peak, step, programs_used(config, module, groups.device))
     for note in notes:
         console.note(note)
     dist.barrier()
     return Run(config, groups, engine, prepared.datasets, stop, console, sinks, peak[0],
                make_probes(config, groups, engine),
                RouterWatch(config.observe.routers_every, config.observe.idle_expert_steps), step=step, saved_step=step)
+
+
+def programs_used(config: Config, module: nn.Module, device: torch.device) -> dict[str, str]:
+    """What computes norms, attention and matrix products, for the first page."""
+    softcap = placement_of(config.model).attention_softcap is not None
+    return {"norm kernels": "\n".join(kernels_used(module)),
+            "attention": program(device.type, config.data.sequence_length, softcap, config.data.mask_documents),
+            "products": products_used(device)}
 
 
 def make_probes(config: Config, groups: Groups, engine: Engine) -> Probes:

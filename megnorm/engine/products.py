@@ -20,6 +20,13 @@ def prefer_onednn() -> bool:
     return kept
 
 
+def products_used(device: torch.device) -> str:
+    """Which library computes fp32 matrix products, and how exactly, in words."""
+    if device.type == "cuda":
+        return f"cuBLAS, fp32 precision {torch.get_float32_matmul_precision()}"
+    return "oneDNN, fp32 inside" if torch.get_float32_matmul_precision() == "medium" else "torch's default for fp32"
+
+
 def worst_error() -> float:
     """Relative error of a linear layer's three products and of batched ones, at sizes small and large."""
     worst = 0.0

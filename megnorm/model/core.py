@@ -20,10 +20,29 @@ Core = Callable[[Tensor, Tensor, Tensor, Documents | None], Tensor]
 ROWS = 256
 
 
+def program(device: str, length: int, softcap: bool, documents: bool) -> str:
+    """Which program computes attention over rows of ``length`` tokens on "cpu" or "cuda".
+
+    torch's scaled_dot_product_attention has no soft-cap, and no mask of documents without a matrix of them; on a
+    CPU it is slow where ``block_causal`` has the memory for better.
+    """
+    if device == "cuda" and (softcap or documents):
+        return "flex_attention, compiled"
+    if softcap:
+        return "blocks of queries in plain tensor code"
+    if device == "cpu" and length <= LONGEST:
+        return "blocks of queries that skip what lies ahead"
+    return "scaled_dot_product_attention" + (" of one document after the other" if documents else "")
+
+
 def make_core(scale: float | None, softcap: float | None) -> Core:
     """scale: factor on the scores, 1/sqrt(e) when None. softcap: scores become cap * tanh(scores / cap)
-    before the mask (Gemma 2, arXiv:2408.00118), which torch's scaled_dot_product_attention can't do."""
-    return partial(plain, scale=scale) if softcap is None else partial(capped, scale=scale, cap=softcap)
+    before the mask (Gemma 2, arXiv:2408.00118)."""
+    def core(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
+        run = PROGRAMS[program(q.device.type, q.shape[2], softcap is not None, documents is not None)]
+        return run(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, softcap, documents)
+
+    return core
 
 
 def recomputed(core: Core) -> Core:
@@ -31,23 +50,12 @@ def recomputed(core: Core) -> Core:
     return partial(checkpoint, core, use_reentrant=False, preserve_rng_state=False)
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None, *, scale: float | None) -> Tensor:
-    """torch's attention; on a CPU, where that is slow, blocks of queries."""
-    if q.device.type == "cpu" and q.shape[2] <= LONGEST:
-        begins = None if documents is None else documents.begins
-        return block_causal(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, begins)
-    causal = partial(F.scaled_dot_product_attention, is_causal=True, scale=scale, enable_gqa=True)
-    if documents is None:
-        return causal(q, k, v)
-    return _flex(q, k, v, scale, None, documents) if q.is_cuda else _each_alone(causal, q, k, v, documents)
+def _block_causal(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: None, documents: Documents | None) -> Tensor:
+    return block_causal(q, k, v, scale, None if documents is None else documents.begins)
 
 
-def capped(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None, *, scale: float | None,
-           cap: float) -> Tensor:
-    """With a soft-cap: flex_attention on CUDA, in blocks of queries elsewhere."""
-    if q.is_cuda:
-        return _flex(q, k, v, scale, cap, documents)
-    return blockwise(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, cap, documents)
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: None = None, documents: None = None) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
 
 
 def blockwise(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float,
@@ -69,14 +77,14 @@ def blockwise(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float,
     return torch.cat(out, -2).flatten(1, 2)
 
 
-def _each_alone(core: Callable, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-    """A causal core over one document after the other: long rows, whose mask would be large."""
-    rows = [torch.cat([core(*(x[row:row + 1, :, first:end] for x in (q, k, v))) for first, end in spans], 2)
+def _each_alone(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: None, documents: Documents) -> Tensor:
+    """One document after the other: long rows, whose mask would be large."""
+    rows = [torch.cat([_sdpa(*(x[row:row + 1, :, first:end] for x in (q, k, v)), scale) for first, end in spans], 2)
             for row, spans in enumerate(documents.spans)]
     return torch.cat(rows)
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, scale: float | None, cap: float | None,
+def _flex(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float | None,
           documents: Documents | None = None) -> Tensor:
     attention, causal = _compiled()
     mask = causal(q.shape[2], str(q.device)) if documents is None else documents.block_mask
@@ -98,3 +106,12 @@ def _compiled() -> tuple[Callable, Callable]:
         return create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=device)
 
     return torch.compile(flex_attention, dynamic=False), causal
+
+
+PROGRAMS = {
+    "flex_attention, compiled": _flex,
+    "blocks of queries in plain tensor code": blockwise,
+    "blocks of queries that skip what lies ahead": _block_causal,
+    "scaled_dot_product_attention": _sdpa,
+    "scaled_dot_product_attention of one document after the other": _each_alone,
+}

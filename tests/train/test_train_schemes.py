@@ -44,6 +44,7 @@ def test_admins_factors_are_in_the_checkpoint(data: Path, tmp_path: Path) -> Non
     command = run(path)
     assert command.code == 0, command.errors
     assert "norm kernels" in command.out and "4 x layer over 32: auto" in command.out
+    assert "attention     blocks of queries" in command.out and "products      " in command.out
     factors = {name: value for name, value in tensors(tmp_path / "run", 2).items() if "scale.factor/master" in name}
     means = [float(np.mean(factors[name])) for name in sorted(factors)]
     assert len(means) == 4
