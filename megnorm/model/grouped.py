@@ -9,10 +9,19 @@ from torch.autograd.function import once_differentiable
 def grouped_linear(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """rows [m, i] in n groups of ``counts`` [n] rows, weights [n, o, i] -> [m, o]: x W_e^T in group e.
 
-    torch's grouped product where the device has it, else one product for each group.
+    torch's grouped product where the device has one, else a product for each group.
     """
-    if rows.is_cuda and rows.dtype == torch.bfloat16:
-        return F.grouped_mm(rows, weights.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
+    in_one = rows.is_cuda and rows.dtype == torch.bfloat16
+    return (by_torch if in_one else one_by_one)(rows, weights, counts)
+
+
+def by_torch(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """One call; the counts stay on the device."""
+    return F.grouped_mm(rows, weights.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
+
+
+def one_by_one(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """A product for each group, none padded."""
     return _OneByOne.apply(rows, weights, counts.tolist())
 
 

@@ -9,6 +9,7 @@ tensor-parallel region; f is split over the ranks of the region, experts over ex
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megnorm.config.placement import FFNSlots
@@ -26,11 +27,10 @@ class MoE(nn.Module):
 
     def __init__(self, name: str, layer: int, common: Common, slots: FFNSlots, init: BlockInit):
         super().__init__()
-        moe, self.tp = common.model.moe, common.tp
+        moe, self.tp, self.ep = common.model.moe, common.tp, common.ep
         self.experts_in_all, self.drops = moe.experts, moe.capacity is not None
         self.router = Router(f"{name}.router", layer, common, init)
         self.experts = Experts(f"{name}.experts", common, slots, init)
-        self.apply_experts = common.ep.around(self.experts)
         self.shared = (make_ffn(f"{name}.shared", common, slots, init, moe.shared_experts * moe.ffn_hidden)
                        if moe.shared_experts else None)
 
@@ -47,10 +47,10 @@ class MoE(nn.Module):
         order = choices.argsort(stable=True)
         if self.drops:  # what is dropped stands at the end, as of one expert more
             order = order[:int(counts.sum())]
-        rows = Spread.apply(x.flatten(0, 1), order, chosen.shape[-1])
-        outputs = Collect.apply(self.apply_experts(rows, counts), order, gates.numel())
-        gates = gates.flatten(0, 1).unsqueeze(1).to(x.dtype)  # [b s, 1, k]
-        return torch.bmm(gates, outputs.view(-1, chosen.shape[-1], x.shape[-1])).view(x.shape)
+        places = torch.full_like(choices, len(order)).index_copy_(0, order, torch.arange(len(order), device=x.device))
+        places = places.view(-1, chosen.shape[-1])
+        rows = self.ep.around(self.experts)(Spread.apply(x.flatten(0, 1), order, places), counts)
+        return Combine.apply(rows, gates.flatten(0, 1).to(x.dtype), order, places).view(x.shape)
 
 
 class Experts(nn.Module):
@@ -81,32 +81,40 @@ class Experts(nn.Module):
 
 
 class Spread(torch.autograd.Function):
-    """x [t, d] -> rows [m, d]: row i is the token of choice order[i], where token t makes the choices t k to t k + k - 1."""
+    """x [t, d] -> rows [m, d]: row i is the token of choice order[i]; token t makes the choices t k to t k + k - 1,
+    whose rows stand at places [t, k]."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, order: Tensor, k: int) -> Tensor:
-        ctx.order, ctx.shape = order, (len(x), k, x.shape[1])
-        return x.index_select(0, order.div(k, rounding_mode="floor"))
+    def forward(ctx, x: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        ctx.places = places
+        return x.index_select(0, order.div(places.shape[1], rounding_mode="floor"))
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        t, k, d = ctx.shape
-        return place(grad, ctx.order, t * k).view(t, k, d).sum(1), None, None
+        return sum_of_rows(grad, ctx.places), None, None
 
 
-class Collect(torch.autograd.Function):
-    """rows [m, d] -> [choices, d] in the order of the choices; of a dropped one zeros."""
+class Combine(torch.autograd.Function):
+    """y_t = sum over the choices of token t of gate * row: rows [m, d], gates [t, k] -> [t, d]."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, order: Tensor, choices: int) -> Tensor:
+    def forward(ctx, rows: Tensor, gates: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, gates)
         ctx.order = order
-        return place(rows, order, choices)
+        return sum_of_rows(rows, places, gates)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.index_select(0, ctx.order), None, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, gates = ctx.saved_tensors
+        by_row = grad.index_select(0, ctx.order.div(gates.shape[1], rounding_mode="floor"))
+        d_gates = torch.bmm(by_row.unsqueeze(1), rows.unsqueeze(2)).flatten()
+        d_gates = gates.new_zeros(gates.numel()).index_copy_(0, ctx.order, d_gates).view(gates.shape)
+        return by_row.mul_(gates.flatten()[ctx.order].unsqueeze(1)), d_gates, None, None
 
 
-def place(rows: Tensor, order: Tensor, count: int) -> Tensor:
-    """[count, d] with row i at place order[i], and zeros at the other places."""
-    return rows.new_zeros(count, rows.shape[1]).index_copy_(0, order, rows)
+def sum_of_rows(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
+    """y_t = sum_j weights[t, j] rows[places[t, j]]: [m, d] -> [t, d]; place m is a row of zeros. Always in the order
+    of j, so that a repetition gives the same bits."""
+    if len(rows) < places.numel():  # something was dropped
+        rows = F.pad(rows, (0, 0, 0, 1))
+    return F.embedding_bag(places, rows, per_sample_weights=weights, mode="sum")

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from decoders import decoder, model_config, relative, tokens_of, weights
 
+from megnorm.model.grouped import by_torch, one_by_one
 from megnorm.model.moe import MoE
 from megnorm.model.router import Router, largest
 from megnorm.model.routing import Routing
@@ -132,12 +133,12 @@ def test_gradients_of_the_losses_by_finite_differences():
         assert torch.autograd.gradcheck(loss, inputs(torch.float64, length=4), eps=1e-7)
 
 
-@pytest.mark.parametrize("balance", ["aux", "sequence"])
-def test_losses_in_closed_form(balance):
-    """aux = n sum f P over the micro batch or each sequence, z = mean logsumexp^2; their gradient arrives, times the
-    share that the engine gives; recomputation counts nothing twice."""
+@pytest.mark.parametrize(("balance", "capacity"), [("aux", None), ("sequence", 0.6)])
+def test_losses_in_closed_form(balance, capacity):
+    """aux = n sum f P over the micro batch or each sequence, dropped choices too, z = mean logsumexp^2; their gradient
+    arrives, times the share that the engine gives; recomputation counts nothing twice."""
     for recompute in ("none", "full"):
-        model = model_config(**moe_model(balance=balance, aux_weight=0.7, z_weight=0.2))
+        model = model_config(**moe_model(balance=balance, aux_weight=0.7, z_weight=0.2, capacity=capacity))
         module = decoder(model, recompute=recompute)
         routers = {part.layer: part for part in module.modules() if isinstance(part, Router)}
         routing = routers[0].routing
@@ -171,10 +172,10 @@ def test_losses_in_closed_form(balance):
         assert by_name["layers.0.ffn.router.weight"].norm() > 1e-4
         record = routing.end_step(lambda sums: sums, micro_batches=1)
         for layer in routers:
-            assert record[layer].aux == pytest.approx(float(aux[layer]), rel=1e-12)
-            assert record[layer].z == pytest.approx(float(z[layer]), rel=1e-12)
-        assert routing.beside(record) == pytest.approx({"router_aux_loss": 0.7 * float(sum(aux)) / 2,
-                                                        "router_z_loss": 0.2 * float(sum(z)) / 2}, rel=1e-12)
+            assert record[layer].aux == pytest.approx(float(aux[layer].detach()), rel=1e-12)
+            assert record[layer].z == pytest.approx(float(z[layer].detach()), rel=1e-12)
+        assert routing.beside(record) == pytest.approx({"router_aux_loss": 0.7 * float(sum(aux).detach()) / 2,
+                                                        "router_z_loss": 0.2 * float(sum(z).detach()) / 2}, rel=1e-12)
 
 
 def test_what_is_recorded_is_that_of_the_choices():
@@ -297,6 +298,20 @@ def test_schemes_train_with_experts(norm):
     module(*tokens_of(model), torch.ones(2, 12)).backward()
     for name, parameter in weights(module).items():
         assert torch.isfinite(parameter.grad).all(), name
+
+
+def test_torchs_grouped_product_is_the_same():
+    """What a GPU takes for bf16, on groups of which one is empty: values and gradients."""
+    stream = torch.Generator().manual_seed(8)
+    rows, weight, along = (torch.randn(size, generator=stream) for size in ((40, 32), (5, 16, 32), (40, 16)))
+    counts = torch.tensor([9, 0, 16, 7, 8])
+    found = []
+    for product in (one_by_one, by_torch):
+        x, w = (t.bfloat16().requires_grad_() for t in (rows, weight))
+        y = product(x, w, counts)
+        found.append((y, *torch.autograd.grad(y, (x, w), along.bfloat16())))
+    assert all(relative(got.float(), its.float()) < 1e-2 for got, its in zip(*found, strict=True))
+    assert (found[0][2][1] == 0).all() and (found[1][2][1] == 0).all()
 
 
 def test_an_uncounted_model_has_no_routing():

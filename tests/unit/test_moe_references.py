@@ -90,10 +90,10 @@ def test_the_preset_weighs_the_balance_loss_as_transformers_does(name):
     chosen = logits.topk(moe.top_k).indices
     ours, seen = router.losses(logits, router.log_scores(logits), chosen, chosen)
     theirs = load_balancing_loss_func((logits.flatten(0, 1),), moe.experts, moe.top_k)
-    assert float(seen.aux) * moe.top_k == pytest.approx(float(theirs), rel=1e-6)
+    assert seen.aux.item() * moe.top_k == pytest.approx(theirs.item(), rel=1e-6)
     weight = {"Olmoe": 0.01 / moe.top_k, "Mixtral": 0.02, "Qwen3Moe": config.router_aux_loss_coef}[name]
     weighed = weight * theirs
-    assert float(ours) * 2 == pytest.approx(float(weighed), rel=1e-6)  # a mean over two layers
+    assert ours.item() * 2 == pytest.approx(weighed.item(), rel=1e-6)  # a mean over two layers
     (found,), (right,) = torch.autograd.grad(2 * ours, logits), torch.autograd.grad(weighed, logits)
     assert relative(found, right) < 1e-6
 
