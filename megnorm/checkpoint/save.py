@@ -94,8 +94,8 @@ def _on_first(work: Callable[[], Any]) -> Any:
 
 def _write_parts(engine, groups: Groups, folder: Path, file_bytes: int) -> _Record:
     """Write this rank's share. A failure is kept in the record: the others wait for its collectives."""
-    number = groups.at.dp * groups.layout.tp + groups.at.tp
-    writer = _PartWriter(folder, f"part-{groups.at.pp:02d}-{number:02d}", file_bytes)
+    writers = groups.at.dp * groups.layout.tp + groups.at.tp  # before this one on its stage
+    writer = _PartWriter(folder, f"part-{groups.at.pp:02d}-{writers:02d}", file_bytes)
     digests: dict[tuple[str, int], str] = {}
     for sharding, values in _all_state(engine, groups):
         if not (groups.first_model and groups.accounts_for(sharding)):
