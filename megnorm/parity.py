@@ -45,8 +45,9 @@ def parse_layouts(config: Config, texts: list[str], full: bool) -> list[tuple[st
 def shrink(config: Config) -> Config:
     """The same depth, heads, norms and activation at the smallest width, vocabulary and length."""
     model, data = config.model.model_dump(), config.data
-    width = 16 * config.model.heads
-    model |= {"head_size": 8, "hidden": width // 2, "ffn_hidden": width, "vocab_size": 125, "pad_vocab_to": 128,
+    head_size = 16  # the least that flex_attention takes on CUDA
+    hidden, width = head_size * config.model.heads, 2 * head_size * config.model.heads
+    model |= {"head_size": head_size, "hidden": hidden, "ffn_hidden": width, "vocab_size": 125, "pad_vocab_to": 128,
               "init": {**model["init"], "std": None}, "moe": model["moe"] and {**model["moe"], "ffn_hidden": width}}
     return config.model_copy(update={"model": type(config.model).model_validate(model),
                                      "data": data.model_copy(update={"sequence_length": 16})})

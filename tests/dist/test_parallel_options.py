@@ -2,6 +2,7 @@
 the built model, or is listed here as one that must not."""
 
 import hashlib
+from copy import deepcopy
 from functools import cache
 
 import numpy as np
@@ -11,11 +12,13 @@ from tiny import tiny_config
 
 from megnorm.build import build_module
 from megnorm.config.model import InitConfig, ModelConfig, NormConfig
+from megnorm.config.moe import Moe
 from megnorm.parallel.groups import make_groups
 from megnorm.plan.layout import Layout
 from megnorm.testing.parity import global_batch, perturb
 from megnorm.testing.ranks import run_ranks
 
+MOE = {"experts": 4, "top_k": 2, "ffn_hidden": 16}
 # option: the change, and what else must be said for it to matter
 CHANGES = {
     "layers": (3, {}), "hidden": (48, {"heads": 4, "head_size": 8}), "heads": (8, {}), "kv_heads": (4, {}),
@@ -32,9 +35,14 @@ CHANGES = {
     "norm.overrides": ({"1": {"ffn": {"in_norm": "none"}}}, {}),
     "init.policy": ("normal", {}), "init.std": (0.3, {}), "init.embedding_std": (0.3, {}),
     "init.cut": (1.0, {}),
+    "moe": (MOE, {}),
+    **{f"moe.{name}": (value, {"moe": MOE}) for name, value in {
+        "preset": "mixtral", "experts": 8, "top_k": 1, "ffn_hidden": 8, "shared_experts": 1, "router": "sigmoid",
+        "normalise_top_k": True, "routed_scale": 2.0, "balance": "sequence", "aux_weight": 0.5, "z_weight": 0.5,
+        "capacity": 0.5, "layers": "every 2"}.items()},
 }
-# other code for the same values, a record, whole sections
-NO_EFFECT = {"norm.backend", "norm.resolved", "norm", "init"}
+# other code for the same values, a record, whole sections, what acts between steps
+NO_EFFECT = {"norm.backend", "norm.resolved", "norm", "init", "moe.bias_rate"}
 
 
 def options(section, prefix=""):
@@ -42,7 +50,8 @@ def options(section, prefix=""):
 
 
 def test_every_option_is_looked_at():
-    known = options(ModelConfig) | options(NormConfig, "norm.") | options(InitConfig, "init.")
+    known = (options(ModelConfig) | options(NormConfig, "norm.") | options(InitConfig, "init.")
+             | options(Moe, "moe."))
     assert set(CHANGES) | NO_EFFECT == known
 
 
@@ -50,7 +59,7 @@ def config_with(values):
     norm = {name.removeprefix("norm."): value for name, value in values.items() if name.startswith("norm.")}
     config = {f"model__{name.replace('.', '__')}": value for name, value in values.items()
               if not name.startswith("norm.")}
-    return tiny_config({"scheme": "pre", **norm}, model__layers=config.pop("model__layers", 4), **config)
+    return tiny_config({"scheme": "pre", **norm}, model__layers=config.pop("model__layers", 4), **deepcopy(config))
 
 
 def fingerprint(config, groups):
