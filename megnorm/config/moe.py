@@ -36,7 +36,7 @@ class Moe(Section):
     mean (arXiv:2408.15664). z_weight: of the mean of logsumexp(logits)^2 (arXiv:2202.08906). Both losses are means
     over the layers with experts: a weight that is meant for their sum over layers is to be multiplied by their number.
 
-    capacity: c lets each expert take at most c top_k s / experts tokens of a sequence of s, the first ones, and
+    capacity: c lets each expert take the first c top_k s / experts tokens, rounded up, of a sequence of s, and
     drops the rest; "none" drops nothing.
     """
 

@@ -13,6 +13,7 @@ is cut into the same micro batches on every layout, so that none of this depends
 batch counts, padding too.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -75,7 +76,8 @@ class Router(nn.Module):
     def limit(self, chosen: Tensor) -> Tensor:
         """The choices with those beyond an expert's capacity in their sequence, counted from its start, as n."""
         moe, n = self.moe, self.moe.experts
-        capacity = -(-moe.capacity * moe.top_k * chosen.shape[1] * self.parts.count // n)
+        length = chosen.shape[1] * self.parts.count  # a whole number first: the same rounding on every layout
+        capacity = math.ceil(moe.capacity * (moe.top_k * length) / n)
         taken = F.one_hot(chosen, n).sum(2)  # [b, s, n]
         earlier = taken.cumsum(1) - taken + self.parts.before(taken.sum(1)).unsqueeze(1)
         return chosen.masked_fill(earlier.gather(-1, chosen) >= capacity, n)

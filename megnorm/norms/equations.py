@@ -181,7 +181,8 @@ def _experts(moe: Moe) -> str:
     choice = f"the {moe.top_k} of {moe.experts} experts e with the largest "
     choice += "s_e + b_e, b moved against the loads" if moe.balance == "bias" else "s_e"
     factor = "" if moe.routed_scale == 1.0 else f"{moe.routed_scale:.6g} * "
-    shared = "" if not moe.shared_experts else f"FFN(x) of {moe.shared_experts} shared experts + "
+    plural = "s" if moe.shared_experts > 1 else ""
+    shared = f"FFN(x) of {moe.shared_experts} shared expert{plural} + " if moe.shared_experts else ""
     return f"MoE(x) is {shared}sum of {factor}s_e * FFN_e(x) over {choice}; s = {scores}"
 
 

@@ -12,7 +12,7 @@ from megnorm.config import Moe, dump_config, parse_config
 from megnorm.config.config import apply_override, read_yaml
 from megnorm.model.decoder import decoder_layers
 from megnorm.model.init import initialise
-from megnorm.norms import placement_of
+from megnorm.norms import equations, placement_of
 from megnorm.parallel.expert import AllExperts
 from megnorm.parallel.tensor import Alone
 from megnorm.plan.layout import check_layout, make_layout
@@ -138,3 +138,17 @@ def test_experts_start_by_the_policy_with_their_own_width(policy):
     for name, right in {"experts.gate_up": inner, "experts.down": out, "router.weight": router,
                         "shared.gate.weight": inner, "shared.up.weight": inner, "shared.down.weight": out}.items():
         assert std[name] == pytest.approx(right, rel=0.1 if name == "router.weight" else 0.02), name
+
+
+def test_the_equations_name_blocks_with_experts():
+    """Runs of equal layers end where experts begin; what MoE means stands in the legend."""
+    model = model_config(layers=4, norm="normformer", moe={"preset": "deepseek_v3", "ffn_hidden": 8, "layers": "every 2"})
+    lines = equations(placement_of(model), model.moe)
+    heads = [line for line in lines if line.startswith("layer")]
+    assert heads == ["layer 0:", "layer 1:", "layer 2:", "layer 3:"]
+    bodies = [line.split("x + ")[1] for line in lines if "FFN(LayerNorm" in line or "MoE(LayerNorm" in line]
+    assert bodies == ["FFN(LayerNorm(x), mid=LayerNorm)", "MoE(LayerNorm(x), mid=LayerNorm)"] * 2
+    (legend,) = [line for line in lines if line.startswith("  MoE(x) is")]
+    assert "sum of 2.5 * s_e * FFN_e(x) over the 8 of 256 experts" in legend and "sigmoid(W x)" in legend
+    assert "s_e + b_e" in legend and "1 shared expert +" in legend
+    assert not any("MoE" in line for line in equations(placement_of(model)))
