@@ -206,6 +206,9 @@ def test_what_is_recorded_is_that_of_the_choices():
         capacity = math.ceil(0.6 * 2 * 12 / 6)
         over = (F.one_hot(torch.cat(choices), 6).sum((1, 2)) - capacity).clamp_min(0).sum()
         assert torch.tensor(record.load) == pytest.approx(load, rel=1e-6)
+        even = [6 * (torch.bincount(c.flatten(), minlength=6) / 48 * q.flatten(0, 1).mean(0)).sum()
+                for c, q in zip(choices, scores, strict=True)]
+        assert record.aux == pytest.approx(float(sum(even)) / 2) and even[0] != even[1]
         assert record.dropped == pytest.approx(float(over) / 96) and over > 0
         assert record.entropy == pytest.approx(float(-(p * p.log()).sum(-1).mean()), rel=1e-6)
         records.append(record)
