@@ -77,3 +77,12 @@ def test_parity(clone):
     parity, *launches = commands("Choose a layout")
     assert run(parity, clone).count("agrees") == 4
     assert [command.split()[0] for command in launches] == ["megnorm", "NNODES=4", "sbatch"]
+
+
+def test_plan_and_sweep(clone):
+    """Sweeps that run, fits and reports: test_sweep.py."""
+    plan, ladder, costs, *rest = commands("Plan, sweep, fit")
+    assert "1,276,943,360" in run(plan, clone)
+    assert "6.3b" in run(ladder, clone)
+    assert "60 cells" in run(costs, clone)
+    assert [command.split()[1] for command in rest] == ["sweep", "fit", "report"]
