@@ -63,6 +63,14 @@ def test_layout_agrees_within_rounding(layout, alone):
         np.testing.assert_allclose(norms, own, rtol=1e-6)
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_every_expert_counts_once_in_the_norm_by_parameter(stage):
+    """In fp32, of what the probes of gradients show."""
+    ranks = run_ranks(trained, 4, experts(BALANCED, parallel__ep=2, parallel__zero_stage=stage), 1)
+    own = np.sqrt(sum(squares[0] for _, _, squares in ranks))
+    assert [norms[0] for _, norms, _ in ranks] == pytest.approx([own] * 4, rel=1e-6)
+
+
 def test_the_engine_itself_counts_biases_of_experts_twice():
     """Of DeepSpeed 0.19.8: why ``sum_by_rows`` chooses what is counted."""
     world, changes = LAYOUTS["ep2 tp2, biases"]
