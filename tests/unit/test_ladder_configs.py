@@ -69,3 +69,12 @@ def test_7b_has_the_gain_of_the_paper() -> None:
     assert all(block.attention.out_norm.gain_init == 1 / math.sqrt(2 * 32) for block in blocks)
     assert all(block.attention.out_norm is None
                for block in placement_of(load_config(LADDER / "1.2b.yaml").model).blocks)
+
+
+def test_demo_of_experts_costs_no_more_than_its_dense_twin() -> None:
+    experts, dense = (load_config(LADDER.parent / f"{name}.yaml", ["model.vocab_size=4096"])
+                      for name in ("demo-moe", "demo-moe-dense"))
+    assert 0.998 < flops_per_token(experts).total / flops_per_token(dense).total <= 1
+    assert (experts.model.norm, experts.data, experts.train, experts.optimizer, experts.schedule) == (
+        dense.model.norm, dense.data, dense.train, dense.optimizer, dense.schedule)
+    check_layout(experts, make_layout(experts, 2))
