@@ -83,7 +83,8 @@ class ExpertParallel(AllExperts):
         # They arrive by rank and then by expert; the experts want them by expert.
         expert = torch.arange(sent.shape[1], device=counts.device).repeat(self.size)
         order = expert.repeat_interleave(received.flatten()).argsort(stable=True)
-        return Route(sent.sum(1).tolist(), received.sum(1).tolist(), order, order.argsort(), self.group), received.sum(0)
+        route = Route(sent.sum(1).tolist(), received.sum(1).tolist(), order, order.argsort(), self.group)
+        return route, received.sum(0)
 
 
 class _Dispatch(torch.autograd.Function):

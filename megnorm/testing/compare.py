@@ -87,7 +87,7 @@ def _tensors(expected: dict, got: list[dict], lr: float | None) -> dict[str, tup
 
 def likely_fault(ratio: float, layout: Layout) -> str:
     """What a gradient's ratio got/right says, where it is a power of a size of the layout."""
-    for axis, what in (("tp", "tensor"), ("dp", "data"), ("pp", "pipeline")):
+    for axis, what in (("tp", "tensor"), ("dp", "data"), ("pp", "pipeline"), ("ep", "expert")):
         size = getattr(layout, axis)
         if size == 1:
             continue

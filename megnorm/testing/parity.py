@@ -38,7 +38,8 @@ class Phase:
     evaluated: bool = True
 
 
-PHASES = (Phase("gradient", "sgd", 2.0**13, 1, 0.0, evaluated=False), Phase("sgd", "sgd", 1.0, 3, 0.0),
+PHASES = (Phase("gradient", "sgd", 2.0**13, 1, 0.0, evaluated=False),
+          Phase("sgd", "sgd", 1.0, 3, 0.0),
           Phase("adamw", "adamw", 2e-3, 5, 0.5))
 
 

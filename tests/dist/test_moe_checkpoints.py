@@ -2,6 +2,7 @@
 and balancing biases; at the same layout the run goes on bit by bit; copies of experts stay equal."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -138,7 +139,7 @@ def experts_numbered_within_the_rank(stack):
     from megnorm.parallel.sharding import ExpertSlice, Sharding
 
     swap(stack, Sharding, "by_expert", lambda parts: lambda self: parts(
-        self if self.experts is None else self.__class__(**{**self.__dict__, "experts": ExpertSlice(0, 2)})))
+        self if self.experts is None else replace(self, experts=ExpertSlice(0, 2))))
 
 
 def test_experts_that_nobody_saved_are_missed(tmp_path):

@@ -3,6 +3,7 @@ experts, auxiliary losses, loads and balancing biases; planted faults of the kin
 are caught."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def only_first_experts(function, config):
     from megnorm.model import router
 
     with ExitStack() as stack:
-        swap(stack, router, "largest", lambda _: lambda scores, k: torch.arange(k).expand(*scores.shape[:-1], k).clone())
+        swap(stack, router, "largest", lambda _: lambda scores, k: torch.arange(k).repeat(*scores.shape[:-1], 1))
         return function(config)
 
 
@@ -187,7 +188,7 @@ def same_draw_for_the_experts_of_all_ranks(stack):
     from megnorm.parallel.sharding import ExpertSlice, Sharding
 
     swap(stack, Sharding, "by_expert", lambda parts: lambda self: parts(
-        self if self.experts is None else self.__class__(**{**self.__dict__, "experts": ExpertSlice(0, self.experts.count)})))
+        self if self.experts is None else replace(self, experts=ExpertSlice(0, self.experts.count))))
 
 
 def run_with_fault(name, config):
