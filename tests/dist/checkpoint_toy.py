@@ -80,6 +80,12 @@ def tied_head(embedding, x):
     return x @ embedding.tp.leave(embedding.weight.sum(0)).diag()
 
 
+def one_after_another(layers, x):
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
 def loss_of(x, target):
     return (x.float() - target).square().mean()
 
@@ -112,7 +118,7 @@ def build_module(groups, layers, tied, bounds):
         specs.append(TiedLayerSpec("embedding", Embedding, groups.tp, forward_fn=tied_head))
     count = len(specs)
     even = [count * k // groups.layout.pp for k in range(groups.layout.pp + 1)]
-    return Stage(specs, bounds or even, groups.layout, loss_of)
+    return Stage(specs, bounds or even, one_after_another, groups.layout, loss_of)
 
 
 def build(layout=(1, 1, 1), *, zero=0, dtype="fp32", optimizer="adamw", layers=2, tied=False, bounds=None,
