@@ -88,8 +88,8 @@ def _newest(run_dir: str | Path, checksums: bool) -> Choice:
 def compare_configs(saved: dict[str, Any], new: dict[str, Any], samples: int = 0) -> tuple[list[str], list[str]]:
     """Changed keys as ``key: old -> new``, and those among them that can't be resumed, with the reason.
 
-    saved, new: nested dictionaries of JSON values; samples: how many the run has seen. A dataset that moved to another folder is only a change;
-    one with another name or weight is another stream of samples.
+    saved, new: nested dictionaries of JSON values; samples: how many the run has seen. A dataset that moved to
+    another folder is only a change; one with another name or weight is another stream of samples.
     """
     old_values, new_values = _flatten(saved), _flatten(new)
     changes, fatal = [], []

@@ -42,8 +42,9 @@ class DataConfig(Section):
     max_epochs: no source may be repeated more often. order: of the training samples; ``megatron`` is
     Megatron's own, in which a longer run sees other samples from the start. packing: one stream of tokens cut
     into samples, or whole documents fitted into each (arXiv:2404.10830). mask_document_ends: no loss on the
-    first token of a document that follows another one. mask_documents: tokens see earlier ones of their own document
-    only. reset_positions: rotary positions count from the beginning of each document. cache: a folder where computed orders are kept.
+    first token of a document that follows another one. mask_documents: tokens see earlier ones of their own
+    document only. reset_positions: rotary positions count from the beginning of each document. cache: a folder
+    where computed orders are kept.
     """
 
     sequence_length: int = Field(gt=0)

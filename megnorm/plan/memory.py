@@ -11,7 +11,8 @@ of data parallelism, m and v: AdamW's moments):
     bf16, stage 2         weights 2 P               gradients 4 P / D masters and m, v 12 P / D
     bf16, stage 3         weights 2 P / D           gradients 4 P / D masters and m, v 12 P / D
 
-(ZeRO: arXiv:1910.02054.) Of routed experts, each of which D / ep ranks hold, D is that number. The peak is the largest of a few moments of the step: see ``_moments``.
+(ZeRO: arXiv:1910.02054.) Of routed experts, each of which D / ep ranks hold, D is that number. The peak is the
+largest of a few moments of the step: see ``_moments``.
 """
 
 from collections import Counter

@@ -39,8 +39,8 @@ def run_ranks(function: Callable, world: int, *args: Any, timeout: float = 120.0
         pipes, ranks = [], []
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(function, rank, world, f"{folder}/store", theirs, args, backend),
-                                      daemon=True)
+            process = context.Process(
+                target=_rank, args=(function, rank, world, f"{folder}/store", theirs, args, backend), daemon=True)
             process.start()
             theirs.close()
             pipes.append(ours)
