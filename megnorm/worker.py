@@ -85,7 +85,7 @@ def open_run(prepared: Prepared, resume: str, groups: Groups, stop: StopRequest)
     if first:
         write_config(Path(config.run_dir), dump_config(config))
         sinks = [MetricsWriter(config.run_dir, step), open_tensorboard(config, step)]
-        console.first_page(peak, step, programs_used(config, module, groups.device))
+        console.first_page(peak, step, programs_used(config, module, groups.device, prepared.datasets.rules.documents))
     for note in notes:
         console.note(note)
     dist.barrier()
@@ -94,11 +94,11 @@ def open_run(prepared: Prepared, resume: str, groups: Groups, stop: StopRequest)
                RouterWatch(config.observe.routers_every, config.observe.idle_expert_steps), step=step, saved_step=step)
 
 
-def programs_used(config: Config, module: nn.Module, device: torch.device) -> dict[str, str]:
-    """What computes norms, attention and matrix products, for the first page."""
+def programs_used(config: Config, module: nn.Module, device: torch.device, documents: bool) -> dict[str, str]:
+    """What computes norms, attention and matrix products, for the first page; documents: whether batches tell them."""
     softcap = placement_of(config.model).attention_softcap is not None
     return {"norm kernels": "\n".join(kernels_used(module)),
-            "attention": program(device.type, config.data.sequence_length, softcap, config.data.mask_documents),
+            "attention": program(device.type, config.data.sequence_length, softcap, documents),
             "products": products_used(device)}
 
 

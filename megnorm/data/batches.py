@@ -25,8 +25,8 @@ class Batch:
     tokens i64 [b, s]; labels i64 [b, s], the tokens one place further on; weights f32 [b, s]: the loss to
     minimise is the mean over micro batches and data-parallel ranks of sum(weights * cross entropy).
     Where documents are asked for: positions i64 [b, s], counted from the beginning of the row or of each
-    document within it; documents i32 [b, s], equal for tokens that may see each other and only for these, of
-    whole rows even where the others are a part.
+    document within it; documents i32 [b, s], equal for tokens that may see each other and only for these, negative
+    for padding and only for it, of whole rows even where the others are a part.
     """
 
     tokens: np.ndarray
@@ -63,18 +63,20 @@ class RowRules:
     valid_mask: which labels count. mask_ends: no loss where the label belongs to another document than the
     input (Megatron's --eod-mask-loss). mask_documents: tokens see those of their own document only (Megatron's
     --reset-attention-mask). reset_positions: positions count from the beginning of each document (Megatron's
-    --reset-position-ids). Padding never counts.
+    --reset-position-ids). mark_padding: batches say where padding is, whatever else is asked for. Padding never
+    counts.
     """
 
     valid_mask: ValidMask = every_token
     mask_ends: bool = False
     mask_documents: bool = False
     reset_positions: bool = False
+    mark_padding: bool = False
 
     @property
     def documents(self) -> bool:
         """Whether batches say anything of documents."""
-        return self.mask_documents or self.reset_positions
+        return self.mask_documents or self.reset_positions or self.mark_padding
 
 
 PLAIN = RowRules()
@@ -156,8 +158,8 @@ def _batch(dataset: SampleSource, samples: range, rows: int, rules: RowRules, sc
         weights[row] = _valid(sample_rows[row, 1:], about, rules) * scale
         if rules.reset_positions:
             positions[row] = about.positions
-        if rules.mask_documents:
-            documents[row] = about.documents
+        if rules.documents:
+            documents[row] = about.documents if rules.mask_documents else np.minimum(about.documents, 0)
     return Batch(sample_rows[:, :-1].copy(), sample_rows[:, 1:].copy(), weights, positions, documents)
 
 

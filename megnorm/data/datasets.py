@@ -51,7 +51,7 @@ def open_datasets(config: Config) -> Datasets:
             sources, named = data.sources, data.split[number] > 0
         others[split] = _still(config, sources, split) if sources and named else None
     rules = RowRules(mask_ends=data.mask_document_ends, mask_documents=data.mask_documents,
-                     reset_positions=data.reset_positions)
+                     reset_positions=data.reset_positions, mark_padding=config.model.moe is not None and train.padded)
     return Datasets(train, **others, rules=rules, plan=tuple(plan))
 
 

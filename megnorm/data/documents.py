@@ -16,7 +16,7 @@ class RowDocuments:
 
     positions i64 [s]: from 0 in each document (of a document that began in an earlier row, from the row's
     beginning), as Megatron's --reset-position-ids. documents i32 [s]: 0, 1, ... for the documents of the row,
-    padding the last; attention within documents lets i see j <= i where documents[i] == documents[j].
+    -1 for padding; attention within documents lets i see j <= i where documents[i] == documents[j].
     targets bool [s]: the label is a token, not padding. ends bool [s]: the label is a token of another
     document.
     """
@@ -36,7 +36,7 @@ def row_documents(segments: Sequence[Segment], sequence_length: int) -> RowDocum
     present = sum(lengths)
     assert 0 < present <= sequence_length + 1
     lengths.append(sequence_length + 1 - present)  # padding
-    ids = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    ids = np.repeat(np.array([*range(len(segments)), -1], np.int32), lengths)
     starts = np.cumsum(lengths) - lengths
     places = np.arange(sequence_length + 1)
     positions = places - np.repeat(starts, lengths)

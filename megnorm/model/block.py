@@ -80,7 +80,7 @@ class Block(nn.Module):
         self.ffn = sublayer(f"{name}.ffn", slots.ffn, ffn, common)
 
     def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
-        return self.ffn(self.attention(x, documents))
+        return self.ffn(self.attention(x, documents), documents)
 
 
 class Split(nn.Module):

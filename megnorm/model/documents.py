@@ -11,12 +11,17 @@ class Documents:
 
     positions i64 [b, s]: of the tokens at hand, as rotary takes them. ids i32 [b, S]: of whole rows, also where this
     rank holds a part of them (context parallelism); the tokens of one document have the same and stand together,
-    and see only each other.
+    and see only each other. Padding has a negative one; it stands last in a row.
     """
 
     def __init__(self, positions: Tensor, ids: Tensor):
         self.positions, self.ids = positions, ids
         self.turns: dict[torch.dtype, tuple[Tensor, Tensor]] = {}  # what Rotary found for the positions
+
+    @cached_property
+    def real(self) -> Tensor:
+        """bool [b, S]: tokens, where the others are padding."""
+        return self.ids >= 0
 
     @cached_property
     def begins(self) -> Tensor:

@@ -1,10 +1,14 @@
-"""The feed-forward body: down(mid_norm(act(gate(x)) * up(x))) or down(mid_norm(act(up(x))))."""
+"""The feed-forward body: down(mid_norm(act(gate(x)) * up(x))) or down(mid_norm(act(up(x)))).
+
+Documents are told to every body; a token's FFN depends on nothing beside the token.
+"""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megnorm.config.placement import FFNSlots
 from megnorm.model.common import Common
+from megnorm.model.documents import Documents
 from megnorm.model.init import BlockInit
 from megnorm.model.norm import inner_norm
 from megnorm.parallel.linear import ColumnLinear, RowLinear
@@ -38,7 +42,7 @@ class FFN(nn.Module):
         self.down = RowLinear(f"{name}.down", f, d, init=init.down, **about)
         self.mid_norm = inner_norm(f"{name}.mid_norm", slots.mid_norm, f, tp, model.norm.backend)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
         return self.down(self.mid_norm(self.activation(self.up(self.tp.enter(x)))))
 
 
@@ -55,7 +59,7 @@ class SwiGLU(nn.Module):
         self.down = RowLinear(f"{name}.down", f, d, init=init.down, **about)
         self.mid_norm = inner_norm(f"{name}.mid_norm", slots.mid_norm, f, tp, model.norm.backend)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
         x = self.tp.enter(x)
         return self.down(self.mid_norm(F.silu(self.gate(x)) * self.up(x)))
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megnorm.config.placement import FFNSlots
 from megnorm.model.common import Common
+from megnorm.model.documents import Documents
 from megnorm.model.ffn import ACTIVATIONS, make_ffn
 from megnorm.model.grouped import grouped_linear
 from megnorm.model.init import BlockInit
@@ -34,8 +35,8 @@ class MoE(nn.Module):
         self.shared = (make_ffn(f"{name}.shared", common, slots, init, moe.shared_experts * moe.ffn_hidden)
                        if moe.shared_experts else None)
 
-    def forward(self, x: Tensor) -> Tensor:
-        chosen, gates = self.router(x)
+    def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
+        chosen, gates = self.router(x, documents)
         enter = self.tp.enter
         y = self.tp.leave(self.routed(enter(x), enter(chosen), enter(gates)))
         return y if self.shared is None else y + self.shared(x)

@@ -1,16 +1,16 @@
 """Which experts a token goes to; b batch, s sequence, d hidden, n experts, k experts of a token.
 
-Beside the cross entropy each layer trains two losses, over the T = b s tokens of one micro batch, on whichever
-ranks they are:
+Beside the cross entropy each layer trains two losses, over the T tokens of one micro batch, on whichever ranks they
+are:
 
     aux      = n sum_e f_e P_e, f_e: share of expert e in the k T choices, P_e: mean of the scores, normalised to
                sum 1 (arXiv:2101.03961, eq. 4; 1 for even loads)
-    sequence = the same over the s tokens of each sequence, mean over sequences (arXiv:2412.19437, eq. 17)
+    sequence = the same over the tokens of each sequence, mean over sequences (arXiv:2412.19437, eq. 17)
     z        = mean of logsumexp(logits)^2 (arXiv:2202.08906, eq. 5)
 
 Their values are means over the layers with experts and over the micro batches of the global batch. A global batch
-is cut into the same micro batches on every layout, so that none of this depends on it. Every position of a micro
-batch counts, padding too.
+is cut into the same micro batches on every layout, so that none of this depends on it. Padding is no token here: it
+goes to experts, but counts neither in the losses nor in what is recorded.
 """
 
 import math
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megnorm.model.common import Common
+from megnorm.model.documents import Documents
 from megnorm.model.init import BlockInit
 from megnorm.model.kernels import wide_dtype
 from megnorm.model.routing import Routing, Seen
@@ -33,7 +34,8 @@ class Router(nn.Module):
     """x [b, s, d] -> experts of each token and their factors, [b, s, k] each, in fp32 at least.
 
     The first of equal scores wins. What is dropped has expert number n. Scores are kept as logarithms, which stay
-    finite where all experts' sigmoids vanish.
+    finite where all experts' sigmoids vanish. What one expert takes of a row under ``capacity`` follows from the row's
+    length, padding and all: no token's way depends on what stands behind it.
     """
 
     def __init__(self, name: str, layer: int, common: Common, init: BlockInit):
@@ -49,7 +51,7 @@ class Router(nn.Module):
             self.balance = 0.0
         common.routing.routers[layer] = self
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
         wide = wide_dtype(x)
         logits = F.linear(x.to(wide), self.tp.shared(self.weight).to(wide))
         log_scores = self.log_scores(logits)
@@ -57,21 +59,25 @@ class Router(nn.Module):
         chosen_scores = log_scores.gather(-1, chosen)
         gates = self.moe.routed_scale * (chosen_scores.softmax(-1) if self.moe.normalise_top_k else chosen_scores.exp())
         kept = self.limit(chosen) if self.moe.capacity else chosen
-        loss, seen = self.losses(logits, log_scores, chosen, kept)
+        loss, seen = self.losses(logits, log_scores, chosen, kept, documents)
         return kept, Beside.apply(gates, loss, seen, self.layer, self.routing)
 
-    def losses(self, logits: Tensor, log_scores: Tensor, chosen: Tensor, kept: Tensor) -> tuple[Tensor, Seen]:
+    def losses(self, logits: Tensor, log_scores: Tensor, chosen: Tensor, kept: Tensor,
+               documents: Documents | None = None) -> tuple[Tensor, Seen]:
         """This rank's share of the losses with their weights, and what is recorded."""
-        moe, n, tokens = self.moe, self.moe.experts, chosen[..., 0].numel() * self.parts.count
+        moe, n, (b, s, _) = self.moe, self.moe.experts, chosen.shape
+        rows = chosen.new_ones(b, s * self.parts.count, dtype=torch.bool) if documents is None else documents.real
+        real = self.parts.own(rows).unsqueeze(-1)  # [b, s, 1]
+        sets = b if moe.balance == "sequence" else 1  # over whose tokens the loads are to be even
+        tokens = rows.view(sets, -1).sum(1, keepdim=True)
         log_p = log_scores.log_softmax(-1)
-        p = log_p.exp()
-        sets = len(chosen) if moe.balance == "sequence" else 1  # over whose tokens the loads are to be even
-        choices = counts(chosen.view(sets, -1), n)
-        f = self.parts.sum(choices).to(p) * (sets / (moe.top_k * tokens))
-        aux = n / tokens * (f * p.view(sets, -1, n).sum(1)).sum()
-        z = logits.logsumexp(-1).square().sum() / tokens
+        p = log_p.exp() * real
+        choices = counts(chosen.masked_fill(~real, n).view(sets, -1), n)
+        f = self.parts.sum(choices).to(p) / (moe.top_k * tokens)
+        aux = n / sets * (f * p.view(sets, -1, n).sum(1) / tokens).sum()
+        z = (logits.logsumexp(-1, keepdim=True).square() * real).sum() / tokens.sum()
         loss = self.loss_share * (moe.aux_weight * aux + moe.z_weight * z)
-        return loss, Seen(choices.sum(0), (kept == n).sum(), -(p * log_p).detach().sum(), aux, z)
+        return loss, Seen(choices.sum(0), (real & (kept == n)).sum(), -(p * log_p).detach().sum(), aux, z)
 
     def limit(self, chosen: Tensor) -> Tensor:
         """The choices with those beyond an expert's capacity in their sequence, counted from its start, as n."""
@@ -117,6 +123,6 @@ def largest(scores: Tensor, k: int) -> Tensor:
 
 
 def counts(chosen: Tensor, n: int) -> Tensor:
-    """How often each of n experts stands in each row: [rows, choices] -> [rows, n]."""
+    """How often each of n experts stands in each row, where n is none of them: [rows, choices] -> [rows, n]."""
     rows = torch.arange(len(chosen), device=chosen.device).unsqueeze(1)
-    return torch.bincount((chosen + n * rows).flatten(), minlength=n * len(chosen)).view(-1, n)
+    return torch.bincount((chosen + (n + 1) * rows).flatten(), minlength=(n + 1) * len(chosen)).view(-1, n + 1)[:, :n]

@@ -11,8 +11,9 @@ from megnorm.config import ModelConfig
 
 
 class Seen(NamedTuple):
-    """Of a micro batch, this rank's share of sums over its tokens: choices of each expert [n] before any is dropped,
-    choices dropped, entropy of the scores; and of the losses without their weights. Scalars but the first."""
+    """Of a micro batch, this rank's share of sums over its tokens, less padding: choices of each expert [n] before any
+    is dropped, choices dropped, entropy of the scores; and of the losses without their weights. Scalars but the
+    first."""
 
     choices: Tensor
     dropped: Tensor

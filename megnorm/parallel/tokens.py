@@ -19,6 +19,10 @@ class SequenceParts:
             self.index += self.count * ranks.rank
             self.count *= ranks.size
 
+    def own(self, rows: Tensor) -> Tensor:
+        """What belongs to this part, of whole rows [b, S, ...]."""
+        return rows.chunk(self.count, 1)[self.index]
+
     def sum(self, x: Tensor) -> Tensor:
         """Over the parts; not differentiable."""
         for ranks in self.cutting:

@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def opened(folder: Path, steps: int = 10, **data: Any):
+def opened(folder: Path, steps: int = 10, moe: dict | None = None, **data: Any):
     def prefix(value: Any) -> Any:
         if isinstance(value, list):
             return [prefix(item) for item in value]
@@ -46,7 +46,8 @@ def opened(folder: Path, steps: int = 10, **data: Any):
 
     raw = {
         "run_dir": str(folder / "run"),
-        "model": {"layers": 1, "hidden": 8, "heads": 1, "vocab_size": 4000, "norm": {"scheme": "pre"}},
+        "model": {"layers": 1, "hidden": 8, "heads": 1, "vocab_size": 4000, "norm": {"scheme": "pre"},
+                  "moe": moe},
         "data": {"sequence_length": S, **{key: prefix(value) for key, value in data.items()}},
         "train": {"steps": steps, "micro_batch": 1, "global_batch": 4},
         "optimizer": {"lr": 0.1},
@@ -154,6 +155,16 @@ def test_orders_and_packing(folder: Path) -> None:
     assert valid.map.shuffle is False
     assert opened(folder, train="a", mask_document_ends=True).rules.mask_ends
     assert not opened(folder, train="a").rules.mask_ends
+
+
+def test_routers_are_told_of_padding(folder: Path) -> None:
+    """Where there are any, and where it may occur: the others keep batches of tokens alone."""
+    moe = {"experts": 2, "top_k": 1, "ffn_hidden": 8}
+    for train in ("a", [[1, "a"], [1, "b"]]):
+        rules = opened(folder, moe=moe, train=train, packing="best_fit").rules
+        assert rules.mark_padding and rules.documents
+    assert not opened(folder, moe=moe, train="a").rules.documents
+    assert not opened(folder, train="a", packing="best_fit").rules.documents
 
 
 def test_megatron_asks_each_source_for_its_share(folder: Path) -> None:

@@ -41,7 +41,7 @@ def test_a_row_by_hand() -> None:
 
 def test_a_padded_row_by_hand() -> None:
     row = row_documents([(0, 0, 3), (1, 0, 2)], S)
-    assert row.documents.tolist() == [0, 0, 0, 1, 1, 2, 2, 2]
+    assert row.documents.tolist() == [0, 0, 0, 1, 1, -1, -1, -1]
     assert np.flatnonzero(row.targets).tolist() == [0, 1, 2, 3]  # the label of place 4 is padding
     assert np.flatnonzero(row.ends).tolist() == [2]
 
@@ -87,6 +87,21 @@ def test_batches_say_where_documents_are_when_asked() -> None:
     assert part.documents.tolist() == batch.documents.tolist()  # of whole rows
     beyond = evaluation_batches(dataset, 3, 4, 0, 1, both)[0]
     assert beyond.positions[3].tolist() == list(range(S)) and not beyond.weights[3].any()
+
+
+@pytest.mark.parametrize(
+    "asked", [{"mark_padding": True}, {"reset_positions": True}, {"mask_documents": True, "mark_padding": True}]
+)
+def test_padding_is_negative_whatever_is_asked_for(asked) -> None:
+    """And nothing else is; what isn't asked for is that of one document with positions of the row."""
+    dataset, rules = Pieces(True), RowRules(**asked)
+    batch = micro_batches(dataset, 0, 4, 4, 0, 1, rules)[0]
+    for n, present in enumerate((9, 5, 1, 8)):
+        about = row_documents(dataset.segments(n), S)
+        assert ((batch.documents[n] < 0) == (np.arange(S) >= present)).all()
+        own = about.documents if rules.mask_documents else np.zeros(S)
+        assert (batch.documents[n] == own)[:present].all()
+        assert batch.positions[n].tolist() == (about.positions if rules.reset_positions else np.arange(S)).tolist()
 
 
 def test_a_blend_keeps_the_pieces_of_its_sources() -> None:

@@ -88,6 +88,28 @@ def test_one_document_is_the_causal_core_to_the_bit(core_of):
     assert torch.equal(core_of(q, k, v, Documents(*rows_of(((0,), (0,)), BLOCK + 9))), core_of(q, k, v))
 
 
+@pytest.mark.parametrize("name", CORES)
+def test_padding_behind_a_row_changes_no_token(name, monkeypatch):
+    """A document of its own, -1: tokens and their gradients are those of a row without."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    core._compiled.cache_clear()
+    function, cap, length = CORES[name]
+    positions, ids = rows_of(((0,), (0, BLOCK - 1), (0,)), length)
+    padded, real = ids.clone(), torch.tensor([length - 3, BLOCK + 1, 1])
+    padded[torch.arange(length) >= real[:, None]] = -1
+    inputs = [noise(3, length, n, 16, seed=n).transpose(1, 2).requires_grad_(name != "flex_attention")
+              for n in (4, 2, 2)]
+    own, right = function(*inputs, Documents(positions, padded)), masked_attention(*inputs, ids, 0.4, cap)
+    core._compiled.cache_clear()
+    seen = (padded >= 0)[:, None, :, None]
+    assert relative(own * seen, right * seen) < 1e-13
+    if name == "flex_attention":
+        return
+    grad = noise(*own.shape, seed=9) * seen
+    for a, b in zip(torch.autograd.grad(own, inputs, grad), torch.autograd.grad(right, inputs, grad), strict=True):
+        assert relative(a, b) < 1e-13
+
+
 MODELS = {
     "pre": {"norm": "pre"},
     "post": {"norm": "post"},
@@ -142,6 +164,15 @@ def test_each_document_is_as_if_it_were_alone(name):
 def test_one_document_with_positions_of_the_row_is_the_plain_model_to_the_bit(dtype):
     module = decoder(model_config(), dtype=dtype)
     assert torch.equal(module((tokens(), *rows_of(((0,), (0,))))), module(tokens()))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_padding_changes_no_token_of_the_model(name):
+    module = decoder(model_config(**MODELS[name]))
+    positions, ids = rows_of(((0,), (0,)))
+    ids[0, 9:], ids[1, 5:] = -1, -1
+    found, plain = module((tokens(), positions, ids)), module(tokens())
+    assert relative(found[ids >= 0], plain[ids >= 0]) < 1e-12
 
 
 def test_positions_alone_are_reset():
