@@ -1,4 +1,4 @@
-"""A mixture of experts where the FFN stands; b batch, s sequence, d hidden, n experts, k of them a token, f inner width.
+"""A mixture of experts where the FFN stands; b batch, s sequence, d hidden, n experts, k of a token, f inner width.
 
     y = sum over the chosen e of g_e down_e(mid_norm_e(act(gate_e(x)) * up_e(x))) + shared(x)
 
