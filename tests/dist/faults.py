@@ -128,15 +128,18 @@ def world_group_in_collectives(stack):
 def layer_number_local_to_the_stage(stack):
     from megnorm.model import decoder
 
-    swap(stack, decoder, "Block", lambda block: lambda layer, slots, streams, common: block(
-        layer, resolve_like(common, layer), streams, common))
+    swap(stack, decoder, "Block", with_slots_of_the_local_number)
 
 
-def resolve_like(common, layer):
-    """The slots of the layer's number within its stage of two layers."""
+def with_slots_of_the_local_number(block):
+    """Blocks with the slots of their number within a stage of two layers."""
     from megnorm.norms import placement_of
 
-    return placement_of(common.model).blocks[layer % 2]
+    class Local(block):
+        def __init__(self, layer, slots, streams, common):
+            super().__init__(layer, placement_of(common.model).blocks[layer % 2], streams, common)
+
+    return Local
 
 
 @fault
