@@ -5,6 +5,7 @@ any collective: one micro batch after the other, ``loss.backward()``, torch's cl
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,9 +115,9 @@ def _spread(result: dict[str, Any], twin: dict[str, Any], key: str) -> float:
                for name, own in result[key].items())
 
 
-def in_layout(config: Config, backend_device: str = "cpu") -> dict[str, dict[str, Any]]:
+def in_layout(config: Config, backend_device: str = "cpu", phases: Sequence[Phase] = PHASES) -> dict[str, dict[str, Any]]:
     """On every rank: the same in the layout of ``config``; start and weights hold (sharding, this rank's part)."""
-    return {phase.name: _in_layout(config, phase, backend_device) for phase in PHASES}
+    return {phase.name: _in_layout(config, phase, backend_device) for phase in phases}
 
 
 def _optimizer(phase: Phase, config: Config):

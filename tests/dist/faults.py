@@ -18,12 +18,12 @@ def fault(plant: Callable[[ExitStack], None]) -> Callable[[ExitStack], None]:
     return plant
 
 
-def run_with_fault(name: str, config) -> dict:
+def run_with_fault(name: str, config, phases) -> dict:
     """On a rank: the measured training with a fault planted ("" for none)."""
     with ExitStack() as stack:
         if name:
             FAULTS[name](stack)
-        return in_layout(config)
+        return in_layout(config, phases=phases)
 
 
 def swap(stack: ExitStack, owner, name: str, make: Callable) -> None:

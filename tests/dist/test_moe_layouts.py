@@ -12,8 +12,8 @@ from test_layouts import check, reference_of
 from tiny import tiny_config
 
 from megnorm.plan.layout import make_layout
-from megnorm.testing import compare, parity
-from megnorm.testing.parity import in_layout, reference
+from megnorm.testing.compare import judge
+from megnorm.testing.parity import PHASES, in_layout, reference
 from megnorm.testing.ranks import RankFailed, run_ranks
 
 PLAIN = {"experts": 4, "top_k": 2, "ffn_hidden": 16, "aux_weight": 0.1, "z_weight": 0.1}
@@ -64,7 +64,7 @@ def test_a_rank_whose_experts_get_no_token():
     config = experts(parallel__ep=2)
     alone = config.model_copy(update={"parallel": type(config.parallel)()})
     (expected,) = run_ranks(only_first_experts, 1, reference, alone)
-    verdict = compare.judge(expected, run_ranks(only_first_experts, 2, in_layout, config), make_layout(config, 2))
+    verdict = judge(expected, run_ranks(only_first_experts, 2, in_layout, config), make_layout(config, 2))
     assert verdict.agrees, "\n".join(verdict.faults)
 
 
@@ -194,13 +194,12 @@ def same_draw_for_the_experts_of_all_ranks(stack):
 def run_with_fault(name, config):
     plant = FAULTS[name][0]
     with ExitStack() as stack:
-        swap(stack, parity, "PHASES", lambda phases: phases[:1])
         plant(stack)
-        return in_layout(config)
+        return in_layout(config, phases=PHASES[:1])
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_fault_is_caught(name, monkeypatch):
+def test_fault_is_caught(name):
     """In the first step, from equal weights."""
     _, world, changes = FAULTS[name]
     config = experts(**changes)
@@ -208,5 +207,4 @@ def test_fault_is_caught(name, monkeypatch):
         ranks = run_ranks(run_with_fault, world, name, config)
     except RankFailed as failure:
         pytest.fail(f"the fault broke the run, which proves nothing:\n{failure}")
-    monkeypatch.setattr(compare, "PHASES", compare.PHASES[:1])
-    assert compare.judge(reference_of(config), ranks, make_layout(config, world)).faults
+    assert judge(reference_of(config), ranks, make_layout(config, world)).faults
