@@ -59,7 +59,7 @@ def test_layout_agrees_within_rounding(layout, alone):
 def test_fifty_steps_differ_less_than_with_other_batches():
     """Layouts round otherwise, which over 50 steps moves the loss; the choice of batches moves it far more."""
     def losses(world, first=0, **changes):
-        config = tiny_config(train__dtype="bf16", **changes)
+        config = tiny_config(train__dtype="bf16", train__micro_batch=4, **changes)
         return np.array(run_ranks(train, world, config, 50, 2e-3, False, first)[0][0])
 
     alone = losses(1)
@@ -72,7 +72,7 @@ def test_fifty_steps_differ_less_than_with_other_batches():
 
 def test_gains_move():
     """Near 1 a bf16 number has neighbours 2^-7 and 2^-8 away: without masters these steps round to nothing."""
-    ((_, _, masters),) = run_ranks(train, 1, tiny_config(train__dtype="bf16"), 20, 1e-4)
+    ((_, _, masters),) = run_ranks(train, 1, tiny_config(train__dtype="bf16", train__micro_batch=4), 20, 1e-4)
     gains = np.concatenate([values for role, values in masters.values() if role == "norm"])
     assert (gains != 1.0).mean() > 0.99
     assert np.abs(gains - 1).max() < 2**-8  # so small that bf16 weights alone would not have moved
@@ -82,7 +82,7 @@ def test_gradients_accumulate_in_fp32():
     """512 equal micro batches have the gradient of one; a bf16 sum of 512 equal terms stops at half of it."""
     norms = {}
     for count in (1, 512):
-        config = tiny_config(train__dtype="bf16", train__global_batch=count, model__layers=1)
+        config = tiny_config(train__dtype="bf16", train__micro_batch=1, train__global_batch=count, model__layers=1)
         ((_, (norms[count],), _),) = run_ranks(train, 1, config, 1, 0.0, True)
     assert norms[512] == pytest.approx(norms[1], rel=1e-3)
 

@@ -22,7 +22,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_volume_is_as_planned(layout):
     world, changes = LAYOUTS[layout]
-    config = tiny_config("hybrid_star" if "sp" in layout else MIXED, **changes)
+    config = tiny_config("hybrid_star" if "sp" in layout else MIXED, train__micro_batch=1, **changes)
     for rank in run_ranks(measured_step, world, config, 3):
         planned = volumes(config, make_layout(config, world), rank["stage"])
         assert planned
@@ -32,7 +32,7 @@ def test_volume_is_as_planned(layout):
 
 def test_copies_of_tokens_to_experts_and_back():
     """How many a rank sends back is a matter of chance; what the ranks of a group send together is not."""
-    config = tiny_config(model__moe=EXPERTS, parallel__ep=2)
+    config = tiny_config(model__moe=EXPERTS, parallel__ep=2, train__micro_batch=1)
     layout = make_layout(config, 2)
     sent = sum(rank["sent"]["ep", "all_to_all"] for rank in run_ranks(measured_step, 2, config, 3))
     assert sent == 2 * volumes(config, layout, 0)["ep", "all_to_all"]

@@ -179,8 +179,8 @@ def routing_counted_again_when_recomputed(stack):
 def gates_not_summed_over_tensor_ranks(stack):
     from megnorm.model.moe import MoE
 
-    swap(stack, MoE, "forward", lambda _: lambda self, x: self.tp.leave(
-        self.routed(self.tp.enter(x), *self.router(x))))
+    swap(stack, MoE, "forward", lambda _: lambda self, x, documents: self.tp.leave(
+        self.routed(self.tp.enter(x), *self.router(x, documents))))
 
 
 @fault(2, parallel__ep=2)

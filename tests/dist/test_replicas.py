@@ -43,7 +43,8 @@ def replicas_after(config, steps, drifting=""):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_replicas_are_bit_equal_after_20_steps(layout):
     world, changes = LAYOUTS[layout]
-    for unequal, looked_at in run_ranks(replicas_after, world, tiny_config("hybrid_star", **changes), 20):
+    config = tiny_config("hybrid_star", train__micro_batch=4, **changes)
+    for unequal, looked_at in run_ranks(replicas_after, world, config, 20):
         assert unequal == [] and looked_at > 10
 
 

@@ -10,7 +10,7 @@ def tiny_config(scheme="hybrid_star", **changes) -> Config:
         "model": {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn_hidden": 64, "vocab_size": 61,
                   "pad_vocab_to": 64, "norm": scheme},
         "data": {"sequence_length": 16, "train": "unused"},
-        "train": {"steps": 5, "micro_batch": 1, "global_batch": 8},
+        "train": {"steps": 5, "micro_batch": 2, "global_batch": 8},
         "optimizer": {"lr": 2e-3},
         "schedule": {"kind": "constant"},
     }
