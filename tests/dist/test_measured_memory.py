@@ -21,9 +21,18 @@ SIZES = {"model__hidden": 128, "model__ffn_hidden": 384, "model__vocab_size": 20
     (2, {"parallel__ep": 2, "model__moe": {"experts": 8, "top_k": 2, "ffn_hidden": 192}}),
 ])
 def test_estimate_is_close_to_the_measured_peak(world: int, changes: dict) -> None:
+    """What gloo's threads release late is seen late: a measured peak may be too large, never too small. So the least
+    of up to three measurements counts."""
     config = tiny_config("hybrid_star", **SIZES, **changes)
     layout = make_layout(config, world)
-    for rank, measured in enumerate(run_ranks(measure_step, world, config, timeout=300.0)):
-        estimated = stage_memory(config, layout, layout.coordinates(rank).pp, "cpu")
-        assert estimated.total - estimated.bucket == pytest.approx(measured.peak, rel=0.1), (rank, estimated)
-        assert measured.between < measured.peak == sum(measured.tensors) - sum(t for t in measured.tensors if t >= 1e9)
+    estimates = [stage_memory(config, layout, layout.coordinates(rank).pp, "cpu") for rank in range(world)]
+    right = [estimate.total - estimate.bucket for estimate in estimates]
+    least = [float("inf")] * world
+    for _ in range(3):
+        measured = run_ranks(measure_step, world, config, timeout=300.0)
+        for one in measured:
+            assert one.between < one.peak == sum(one.tensors) - sum(t for t in one.tensors if t >= 1e9)
+        least = [min(one, other.peak) for one, other in zip(least, measured, strict=True)]
+        if right == pytest.approx(least, rel=0.1):
+            return
+    assert right == pytest.approx(least, rel=0.1), estimates
