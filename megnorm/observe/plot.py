@@ -76,7 +76,7 @@ def plot_runs(run_dirs: list[str | Path], output: str | Path) -> None:
         labels += _draw_baselines(axes, curves)
         _dress(axes, curves)
         _write_labels(axes, labels)
-        room = 0.03 + 0.0102 * max(len(text) for _, text, _ in labels)
+        room = 0.03 + 0.0112 * max(len(text) for _, text, _ in labels)
         figure.subplots_adjust(left=0.075, right=1 - room, top=0.86, bottom=0.12)
         figure.savefig(output)
         pyplot.close(figure)
