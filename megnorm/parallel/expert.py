@@ -72,7 +72,8 @@ class ExpertParallel(AllExperts):
     def around(self, experts: Experts) -> Experts:
         def exchanged(rows: Tensor, counts: Tensor) -> Tensor:
             route, here = self.route(counts)
-            return _Combine.apply(experts(_Dispatch.apply(rows, route), here), route)
+            arrived = _Exchange.apply(rows, route.dispatch, route.combine)
+            return _Exchange.apply(experts(arrived, here), route.combine, route.dispatch)
         return exchanged
 
     def route(self, counts: Tensor) -> tuple[Route, Tensor]:
@@ -87,23 +88,14 @@ class ExpertParallel(AllExperts):
         return route, received.sum(0)
 
 
-class _Dispatch(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
+    """There, and the gradient back: each is the other's transpose."""
+
     @staticmethod
-    def forward(ctx, rows, route):
-        ctx.route = route
-        return route.dispatch(rows)
+    def forward(ctx, rows, there, back):
+        ctx.back = back
+        return there(rows)
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.route.combine(grad), None
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, route):
-        ctx.route = route
-        return route.combine(rows)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.route.dispatch(grad), None
+        return ctx.back(grad), None, None

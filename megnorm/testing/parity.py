@@ -115,7 +115,8 @@ def _spread(result: dict[str, Any], twin: dict[str, Any], key: str) -> float:
                for name, own in result[key].items())
 
 
-def in_layout(config: Config, backend_device: str = "cpu", phases: Sequence[Phase] = PHASES) -> dict[str, dict[str, Any]]:
+def in_layout(config: Config, backend_device: str = "cpu",
+              phases: Sequence[Phase] = PHASES) -> dict[str, dict[str, Any]]:
     """On every rank: the same in the layout of ``config``; start and weights hold (sharding, this rank's part)."""
     return {phase.name: _in_layout(config, phase, backend_device) for phase in phases}
 
@@ -149,7 +150,7 @@ def _reference(config: Config, phase: Phase, jitter: float) -> dict[str, Any]:
         for parameter in module.parameters():
             parameter *= 1 + jitter * torch.randint(-1, 2, parameter.shape, generator=signs)
     decayed_or_not = [{"params": [p for p in module.parameters() if is_decayed(p, config.optimizer) == decayed],
-               "weight_decay": config.optimizer.weight_decay if decayed else 0.0} for decayed in (True, False)]
+                       "weight_decay": config.optimizer.weight_decay if decayed else 0.0} for decayed in (True, False)]
     optimizer = _optimizer(phase, config)([group for group in decayed_or_not if group["params"]])
     losses, norms, routing = [], [], []
     for step in range(phase.steps):
