@@ -4,7 +4,7 @@ CPU-seconds of a forward and backward pass (all threads of the process), taken i
 beside the goals the medians over turns of their ratios. "products" are the experts' matrix products alone: their share
 of our layer's time is the last column. Nothing is asserted: the figures depend on the machine and on what else runs.
 
-    python tools/bench_moe.py --shapes even skewed --dtypes fp32 bf16 --steps 20 --threads 1
+    python tools/bench_moe.py --shapes even uneven skewed --dtypes fp32 bf16 --steps 20 --threads 1
 """
 
 import argparse
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 from rich.table import Table
 
-from megnorm.testing.bench_moe import CONTESTANTS, SHAPES, compare_moe
+from megnorm.testing.bench_moe import CONTESTANTS, SHAPES, compare_moe, loads
 from megnorm.testing.bench_step import Comparison
 
 GOALS = {"transformers": 1.0, "transformers, loop": 1.0, "deepspeed": 2.0}
@@ -38,12 +38,14 @@ def costs_table(results: list[Comparison]) -> Table:
 
 
 def ratios_table(results: list[Comparison]) -> Table:
-    """Their cost over ours, with the goal; the share of ours that the products alone take."""
+    """Their cost over ours, with the goal; the share of ours that the products alone take. DeepSpeed's layer pads every
+    expert to the fullest, whose share the first column has."""
     table = Table(title="ratios (+: goal, at least)")
-    for heading in ("", *(f"{name}\n/ ours" for name in GOALS), "products\n/ ours"):
+    for heading in ("", "fullest expert\n/ mean", *(f"{name}\n/ ours" for name in GOALS), "products\n/ ours"):
         table.add_column(heading, justify="right" if heading else "left")
     for result in results:
-        table.add_row(f"{result.shape} {result.dtype}",
+        counts = loads(SHAPES[result.shape])
+        table.add_row(f"{result.shape} {result.dtype}", f"{counts.max() * len(counts) / counts.sum():.2f}",
                       *(f"{result.ratio(name, 'ours'):.2f} +{goal:.1f}" for name, goal in GOALS.items()),
                       f"{100 * result.ratio('products', 'ours'):.0f} %")
     return table

@@ -47,6 +47,7 @@ class Cell:
     tokens: int
     parameters: int
     non_embedding: int
+    active: int
     flops_per_step: int
     scheme: str
     lr: float
@@ -150,6 +151,7 @@ def describe(folder: Path, config: Any, labels: dict[str, str], **more: Any) -> 
         tokens=config.total_steps * config.tokens_per_step,
         parameters=counts["total"],
         non_embedding=counts["non_embedding"],
+        active=counts["active"],
         flops_per_step=flops_per_step(config),
         scheme=scheme,
         lr=config.optimizer.lr,
@@ -194,6 +196,7 @@ def result_rows(directory: str | Path, trunks: bool = False) -> list[dict[str, A
                 "scheme": cell.scheme,
                 "parameters": cell.parameters,
                 "non_embedding": cell.non_embedding,
+                "active": cell.active,
                 "tokens": cell.tokens,
                 "flops": cell.steps * cell.flops_per_step,
                 "own_flops": max(0, step - cell.first_step) * cell.flops_per_step,

@@ -37,18 +37,20 @@ def compare(schemes: dict[str, list[Result]], form: Form, count: str, budgets: l
 
 
 def matched(first: list[Result], second: list[Result]) -> list[tuple[Result, Result]]:
-    """Pairs of the same size (within 5 %), tokens and seed; each run at most once."""
+    """Pairs of the same size (active parameters within 5 %), tokens and seed; each run at most once."""
     free, pairs = list(second), []
+
+    def apart(run: Result, other: Result) -> float:
+        return abs(np.log((other.active or other.parameters) / (run.active or run.parameters)))
+
     for run in first:
         same = [
             other
             for other in free
-            if other.tokens == run.tokens
-            and other.seed == run.seed
-            and abs(np.log(other.parameters / run.parameters)) < SAME_MODEL
+            if other.tokens == run.tokens and other.seed == run.seed and apart(run, other) < SAME_MODEL
         ]
         if same:
-            pairs.append((run, min(same, key=lambda other: abs(np.log(other.parameters / run.parameters)))))
+            pairs.append((run, min(same, key=lambda other: apart(run, other))))
             free.remove(pairs[-1][1])
     return pairs
 

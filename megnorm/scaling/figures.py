@@ -212,7 +212,7 @@ def _law(axes: Any, analysis: dict[str, Any], scheme: str, counted: str, runs: l
     if len(budgets) > len(COLOURS):  # tokens follow the size: one line through the runs would mean nothing
         budgets = dict(sorted(budgets.items())[:: -(-len(budgets) // len(COLOURS))])
     for colour, (_, group) in zip(COLOURS, sorted(budgets.items()), strict=False):
-        where = [run.flops if power else (run.parameters if counted == "total" else run.non_embedding) for run in group]
+        where = [run.flops if power else run.size(counted) for run in group]
         x = np.geomspace(min(where) / 1.3, max(where) * 1.3, 40)
         tokens = np.log(group[0].tokens)
         losses = np.exp([one.log_loss(np.log(x), tokens, np.log(x)) for one in [fit, *refits]])

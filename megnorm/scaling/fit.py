@@ -13,7 +13,11 @@ from megnorm.scaling.laws import FORMS, Fit, Form, Points, few_starts, fit_law
 from megnorm.scaling.optimum import optimum
 from megnorm.scaling.results import Result, by_scheme, points_of
 
-COUNTS = {"total": "N with embeddings", "non_embedding": "N without embeddings"}
+COUNTS = {
+    "total": "N with embeddings",
+    "non_embedding": "N without embeddings",
+    "active": "active N (with embeddings, without the experts that a token doesn't choose)",
+}
 DRAWS = 200
 
 
@@ -24,7 +28,7 @@ def analyse(
     draws: int = DRAWS,
     notes: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Everything about the results as JSON values: laws of each scheme for both counts of N, comparisons.
+    """Everything about the results as JSON values: laws of each scheme for each count of N, comparisons.
 
     budgets: FLOPs at which optimum and comparison are given; by default 1, 10, 100 times those of the largest
     run. draws: of the bootstrap. notes: what was left out of the results.
@@ -45,9 +49,13 @@ def analyse(
     notes = list(notes or [])
     if len(counts) == 1:
         notes.append("the results have no column non_embedding, so N with embeddings is all there is")
-    ratio = np.array([run.flops / (6 * run.parameters * run.tokens) for run in results])
+    # Where there are experts, only the active parameters stand for compute.
+    sparse = any(run.active not in (None, run.parameters) for run in results)
+    counts += ["active"] * (sparse and all(run.active for run in results))
+    ratio = np.array([run.flops / (6 * (run.active or run.parameters) * run.tokens) for run in results])
     notes.append(
-        f"the runs' FLOPs are {ratio.min():.2f} to {ratio.max():.2f} times 6 N D (N with embeddings); "
+        f"the runs' FLOPs are {ratio.min():.2f} to {ratio.max():.2f} times 6 N D "
+        f"({'active N' if sparse else 'N with embeddings'}); "
         "compute-optimal N and D are for C = 6 N D"
     )
     fitted = {

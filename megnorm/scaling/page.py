@@ -8,7 +8,7 @@ from megnorm.scaling.figures import Figure
 from megnorm.scaling.tables import price
 from megnorm.scaling.words import between
 
-SHORT = {"total": "with emb.", "non_embedding": "without emb."}
+SHORT = {"total": "with emb.", "non_embedding": "without emb.", "active": "active"}
 STYLE = """
 :root { color-scheme: light dark; --back: #ffffff; --card: #f7f8fa; --ink: #22272e; --muted: #6b737d;
   --grid: #e6e9ee; --edge: #c9ced6; --series-0: #2f6fd0; --series-1: #d1481f; --series-2: #17806b;

@@ -14,13 +14,15 @@ from megnorm.scaling.laws import Points
 
 # Column: other spellings that are read too.
 REQUIRED = {"parameters": ("N", "n", "params"), "tokens": ("D", "d"), "loss": ("L", "valid_loss")}
-OPTIONAL = {"non_embedding": (), "flops": ("C", "c"), "scheme": (), "seed": (), "lr": (), "name": ("run",)}
+SIZES = ("non_embedding", "active")
+OPTIONAL = {**dict.fromkeys(SIZES, ()), "flops": ("C", "c"), "scheme": (), "seed": (), "lr": (), "name": ("run",)}
 
 
 @dataclass(frozen=True)
 class Result:
-    """One finished run. parameters: N with embeddings; non_embedding: without, None where unknown; tokens: D,
-    what it was trained on; loss: nats per token; flops: of the training, 6 N D where the table has none."""
+    """One finished run. parameters: N with embeddings; non_embedding: without; active: those that a token passes
+    (with embeddings; fewer than all where there are experts); tokens: D, what it was trained on; loss: nats per
+    token; flops: of the training, 6 N D of the active parameters where the table has none. None where unknown."""
 
     name: str
     scheme: str
@@ -31,12 +33,17 @@ class Result:
     loss: float
     seed: Any = None
     lr: Any = None
+    active: float | None = None
+
+    def size(self, count: str) -> float | None:
+        """N; count says which one is meant: "total", "non_embedding" or "active"."""
+        return self.parameters if count == "total" else getattr(self, count)
 
 
 def read_results(path: str | Path) -> tuple[list[Result], list[str]]:
     """Results of a CSV, JSON or JSONL file (or of a sweep's directory), and what was left out, in words.
 
-    Columns: parameters, tokens, loss; further non_embedding, flops, scheme, seed, lr, name, state.
+    Columns: parameters, tokens, loss; further non_embedding, active, flops, scheme, seed, lr, name, state.
     Raises ScalingError.
     """
     path = Path(path)
@@ -95,7 +102,7 @@ def spelled(row: dict[str, Any], origin: str) -> dict[str, Any]:
         raise ScalingError(
             f"{origin} lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}; found: "
             f"{', '.join(map(str, row)) or 'none'}. A row needs parameters (or N), tokens (or D), loss "
-            "(or L); non_embedding, flops (or C), scheme, seed, lr, name are read when there"
+            "(or L); non_embedding, active, flops (or C), scheme, seed, lr, name are read when there"
         )
     return found
 
@@ -113,9 +120,9 @@ def usable(rows: list[dict[str, Any]]) -> tuple[list[Result], list[str]]:
             unfinished.append(f"{name} ({row.get('state') or 'no loss'})")
             continue
         size, tokens = (_positive(row[key], name, key) for key in ("parameters", "tokens"))
-        without, flops = (
+        without, active, flops = (
             _positive(row[key], name, key) if row.get(key) not in (None, "") else None
-            for key in ("non_embedding", "flops")
+            for key in (*SIZES, "flops")
         )
         results.append(
             Result(
@@ -124,10 +131,11 @@ def usable(rows: list[dict[str, Any]]) -> tuple[list[Result], list[str]]:
                 size,
                 without,
                 tokens,
-                flops or 6 * size * tokens,
+                flops or 6 * (active or size) * tokens,
                 loss,
                 row.get("seed"),
                 row.get("lr"),
+                active,
             )
         )
     notes = [
@@ -153,8 +161,8 @@ def best_learning_rates(results: list[Result]) -> tuple[list[Result], list[str]]
 
 
 def points_of(results: list[Result], count: str) -> Points:
-    """What a fit takes; count: "total" or "non_embedding", the N that is meant."""
-    sizes = [run.parameters if count == "total" else run.non_embedding for run in results]
+    """What a fit takes; count: the N that is meant, as in ``Result.size``."""
+    sizes = [run.size(count) for run in results]
     return Points(
         *(
             np.log(np.array(values, float))

@@ -49,7 +49,7 @@ class Weights(NamedTuple):
 
 
 # OLMoE's (arXiv:2409.02060) proportions, an eighth as wide, a quarter of the experts, half as many chosen.
-SHAPES = {"even": MoEShape(), "skewed": MoEShape(skew=1.0)}
+SHAPES = {"even": MoEShape(), "uneven": MoEShape(skew=0.5), "skewed": MoEShape(skew=1.0)}
 
 
 def make_weights(shape: MoEShape) -> Weights:
@@ -187,11 +187,15 @@ def _copy(*pairs: tuple[Tensor, Tensor]) -> None:
         parameter.copy_(value)
 
 
+def loads(shape: MoEShape) -> Tensor:
+    """Tokens of each expert, [E]."""
+    chosen = (make_input(shape)[0].flatten(0, 1) @ make_weights(shape).router.T).topk(shape.top_k, -1).indices
+    return torch.bincount(chosen.flatten(), minlength=shape.experts)
+
+
 def products(shape: MoEShape, kind: torch.dtype) -> Step:
     """The experts' matrix products on the same numbers of tokens, forward and both of backward, and nothing else."""
-    weights, (x, _) = make_weights(shape), make_input(shape)
-    chosen = (x.flatten(0, 1) @ weights.router.T).topk(shape.top_k, -1).indices
-    counts = torch.bincount(chosen.flatten(), minlength=shape.experts).tolist()
+    weights, counts = make_weights(shape), loads(shape).tolist()
     matrices = [pair for expert in zip(weights.gate_up, weights.down, strict=True) for pair in expert]
     work = [(torch.randn(count, weight.shape[1], dtype=kind), weight.to(kind),
              torch.randn(count, weight.shape[0], dtype=kind))

@@ -60,6 +60,28 @@ def test_both_counts_of_n_are_fitted_and_differ() -> None:
     assert all(words in text for words in ("pre, N with embeddings", "pre, N without embeddings", "IsoFLOP: needs 2"))
 
 
+def test_experts_are_fitted_by_active_parameters() -> None:
+    """Six of seven parameters idle: compute, optimum and pairs go by the others."""
+    rows = grid("dense", "experts")
+    for one in rows:
+        one["active"] = one["parameters"]
+        if one["scheme"] == "experts":
+            one.update(parameters=7 * one["active"], non_embedding=7 * one["active"] - 1e5, loss=one["loss"] - 0.05)
+    analysis = analyse(usable(rows)[0], draws=DRAWS)
+    laws = analysis["schemes"]["experts"]
+    assert list(laws) == ["total", "non_embedding", "active"] and "active N" in analysis["compared_with"]
+    best, idle = (laws[count]["optima"][0] for count in ("active", "total"))
+    assert best["parameters"]["value"] < idle["parameters"]["value"] / 2
+    (item,) = analysis["comparisons"]
+    assert item["pairs"] == 20 and item["measured"] == pytest.approx(0.05, abs=1e-3)
+    assert any("times 6 N D (active N)" in note for note in analysis["notes"])
+    assert "experts, active N" in "\n".join(lines(analysis))
+    rows[0].pop("flops")
+    rows[-1].pop("flops")
+    first, *_, last = usable(rows)[0]
+    assert [first.flops, last.flops] == [6 * run.active * run.tokens for run in (first, last)]
+
+
 def test_paired_comparison_is_surer_than_the_noise() -> None:
     """Noise of 1 % that both schemes share: an unpaired difference of 0.03 in a loss of 4 would drown in it."""
     analysis = analyse(usable(grid("pre", "hybrid_star", noise=0.01))[0], budgets=[1e14], draws=DRAWS)
