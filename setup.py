@@ -2,7 +2,7 @@
 
 from setuptools import find_packages, setup
 
-PLOT = ["matplotlib", "scipy"]
+PLOT = ["matplotlib", "scipy", "threadpoolctl"]
 PREPROCESS = ["tokenizers", "tiktoken", "gigatoken", "zstandard", "pyarrow"]
 # Tests compare with it; it has wheels for Linux only.
 MEGATRON = 'megatron-core; sys_platform == "linux"'

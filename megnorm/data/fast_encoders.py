@@ -144,23 +144,23 @@ def make_encoder(tokenizer: Tokenizer, backend: str) -> Encoder:
     return _ENCODERS[backend](tokenizer)
 
 
-def settle_backend(tokenizer: Tokenizer, backend: str, sample: Iterable[str]) -> tuple[str, str | None]:
-    """(backend to use, why not a faster one) after comparing ids on TRICKY and on `sample`.
+def settle_encoder(tokenizer: Tokenizer, backend: str, sample: Iterable[str]) -> tuple[Encoder, str | None]:
+    """(encoder to use, why not a faster one) after comparing ids on TRICKY and on `sample`.
 
     "auto" falls back to "native"; a backend asked for by name that can't be used raises DataError.
     """
     if backend not in BACKENDS:
         raise DataError(f"--tokenizer-backend {backend}, must be one of {', '.join(BACKENDS)}")
     if backend == "native" or (backend == "auto" and tokenizer.path is None):
-        return "native", None
-    wanted = "gigatoken" if backend == "auto" else backend
+        return NativeEncoder(tokenizer), None
     try:
-        check_parity(tokenizer, make_encoder(tokenizer, wanted), (*TRICKY, *sample))
+        encoder = make_encoder(tokenizer, "gigatoken" if backend == "auto" else backend)
+        check_parity(tokenizer, encoder, (*TRICKY, *sample))
     except DataError as error:
         if backend == "auto":
-            return "native", str(error)
+            return NativeEncoder(tokenizer), str(error)
         raise
-    return wanted, None
+    return encoder, None
 
 
 def check_parity(tokenizer: Tokenizer, encoder: Encoder, texts: Sequence[str]) -> None:

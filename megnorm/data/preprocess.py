@@ -21,7 +21,7 @@ from typing import Any
 
 from megnorm.data.command import ToolFailure
 from megnorm.data.errors import DataError
-from megnorm.data.fast_encoders import settle_backend
+from megnorm.data.fast_encoders import Encoder, settle_encoder
 from megnorm.data.indexed import IndexedWriter, best_dtype
 from megnorm.data.inputs import Piece, expand_inputs, plan_pieces
 from megnorm.data.journal import Journal
@@ -109,11 +109,11 @@ def preprocess(
     """
     started = time.perf_counter()
     files, pieces, tokenizer = _check(options)
-    backend, reason = settle_backend(tokenizer, options.backend, _sample_texts(options, pieces))
+    encoder, reason = settle_encoder(tokenizer, options.backend, _sample_texts(options, pieces))
     if reason:
         say(f"tokenizing natively: {reason}")
     stats = {file: _stat(file) for file in files}
-    identity = _identity(options, tokenizer, backend, stats)
+    identity = _identity(options, tokenizer, encoder.backend, stats)
     with contextlib.ExitStack() as stack:
         journal = stack.enter_context(Journal(f"{options.own_prefix}.progress", identity))
         if journal.foreign:
@@ -127,10 +127,11 @@ def preprocess(
             EncoderOptions(
                 options.tokenizer_type,
                 options.tokenizer_model,
-                backend,
+                encoder.backend,
                 options.json_keys,
                 options.append_eod,
             ),
+            encoder,
             options.workers,
             hashes.start,
         )
@@ -138,7 +139,7 @@ def preprocess(
             if _stat(file) != before:
                 raise ToolFailure(f"{file}: changed while it was read; nothing was written")
         report = PreprocessReport(**dataclasses.asdict(run.counts), prefixes=[w.prefix for w in run.writers])
-        report.backend, report.continued_documents = backend, continued
+        report.backend, report.continued_documents = encoder.backend, continued
         report.lengths = [summarize_lengths(writer.length_blocks()) for writer in run.writers]
         report.rejected = run.rejects.path if report.skipped else None
         sources = hashes.sources(list(dict.fromkeys(piece.path for piece in pieces)))
@@ -187,14 +188,16 @@ class _Run:
         zeros = [0] * len(self.writers)
         return Counts(tokens=[*zeros], eod_tokens=[*zeros], text_bytes=[*zeros])
 
-    def process(self, encoding: EncoderOptions, workers: int, when_forked: Callable[[], None]) -> None:
+    def process(
+        self, encoding: EncoderOptions, encoder: Encoder, workers: int, when_forked: Callable[[], None]
+    ) -> None:
         """Reads and writes everything that is left. `when_forked` is called when the workers run."""
         first_lines: dict[int, int] = {}
         recorded = time.monotonic()
         with Progress(sum(piece.disk_bytes for piece in self._pieces)) as progress:
             places: deque[int] = deque()  # the pieces of the chunks that are under way
             chunks = self._chunks(progress, places)
-            for chunk, result in encode_chunks(encoding, self._tokenizer, chunks, workers):
+            for chunk, result in encode_chunks(encoding, self._tokenizer, encoder, chunks, workers):
                 when_forked()
                 place = places.popleft()
                 if result.bad and self._pieces[place].start:

@@ -17,7 +17,7 @@ import numpy as np
 
 from megnorm.data.command import ToolFailure
 from megnorm.data.errors import DataError
-from megnorm.data.fast_encoders import check_parity, make_encoder
+from megnorm.data.fast_encoders import Encoder, check_parity, make_encoder
 from megnorm.data.indexed import best_dtype
 from megnorm.data.readers import BadLine, Chunk, parse_chunk
 from megnorm.data.tokenizers import Tokenizer, load_tokenizer
@@ -53,9 +53,8 @@ class EncodedChunk:
 class ChunkEncoder:
     """Parses and tokenizes chunks; each process has its own."""
 
-    def __init__(self, options: EncoderOptions, tokenizer: Tokenizer) -> None:
-        self._options, self._tokenizer = options, tokenizer
-        self._encoder = make_encoder(tokenizer, options.backend)
+    def __init__(self, options: EncoderOptions, tokenizer: Tokenizer, encoder: Encoder) -> None:
+        self._options, self._tokenizer, self._encoder = options, tokenizer, encoder
         self._dtype = best_dtype(tokenizer.vocab_size)
 
     def encode(self, chunk: Chunk) -> EncodedChunk:
@@ -106,11 +105,13 @@ def insert_ends(
 _encoder: list[ChunkEncoder] = []  # of this worker process
 
 
-def _start_worker(options: EncoderOptions, tokenizer: Tokenizer | None, parent: int) -> None:
+def _start_worker(options: EncoderOptions, inherited: tuple[Tokenizer, Encoder] | None, parent: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
-    tokenizer = tokenizer or load_tokenizer(options.tokenizer_type, options.tokenizer_model)
-    _encoder[:] = [ChunkEncoder(options, tokenizer)]
+    if inherited is None:
+        tokenizer = load_tokenizer(options.tokenizer_type, options.tokenizer_model)
+        inherited = tokenizer, make_encoder(tokenizer, options.backend)
+    _encoder[:] = [ChunkEncoder(options, *inherited)]
 
 
 def _end_with_parent(parent: int) -> None:
@@ -125,18 +126,19 @@ def _encode_in_worker(chunk: Chunk) -> EncodedChunk:
 
 
 def encode_chunks(
-    options: EncoderOptions, tokenizer: Tokenizer, chunks: Iterable[Chunk], workers: int
+    options: EncoderOptions, tokenizer: Tokenizer, encoder: Encoder, chunks: Iterable[Chunk], workers: int
 ) -> Iterator[tuple[Chunk, EncodedChunk]]:
     """The chunks with what they give, in order. Raises ToolFailure when a worker process dies."""
     if workers == 1:
-        encoder = ChunkEncoder(options, tokenizer)
+        alone = ChunkEncoder(options, tokenizer, encoder)
         for chunk in chunks:
-            yield chunk, encoder.encode(chunk)
+            yield chunk, alone.encode(chunk)
         return
-    # Fork starts at once, and no thread of ours runs yet (the bar comes later); elsewhere it isn't safe.
+    # A forked worker starts at once with the encoder that is there; no thread of ours runs yet (the bar comes
+    # later). Elsewhere forking isn't safe, and each worker makes its own.
     forks = sys.platform == "linux"
     context = multiprocessing.get_context("fork" if forks else "spawn")
-    arguments = (options, tokenizer if forks else None, os.getpid())
+    arguments = (options, (tokenizer, encoder) if forks else None, os.getpid())
     pool = ProcessPoolExecutor(workers, context, _start_worker, arguments)
     try:
         yield from _in_order(pool, chunks, 2 * workers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,6 +42,19 @@ def encode_arrays(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[np.ndarra
     lengths = np.fromiter(map(len, ids), np.int32, len(ids))
     total = int(lengths.sum(dtype=np.int64))
     return np.fromiter(itertools.chain.from_iterable(ids), np.int32, total), lengths
+
+
+def _batches(texts: Sequence[str], chars: int) -> Iterator[list[str]]:
+    """The texts in order, in lists that end with the text that brings them to `chars` characters."""
+    batch, size = [], 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= chars:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 class ByteTokenizer:
@@ -88,6 +101,7 @@ class HFTokenizer:
 
     type = "HFTokenizer"
     _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+    _BATCH_CHARS = 1 << 17  # the library keeps about 300 bytes a token until a batch is done
 
     def __init__(self, path: str | Path) -> None:
         try:
@@ -111,8 +125,9 @@ class HFTokenizer:
         self.eod = vocabulary[self._end] if self._end else None
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        encoded = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
-        out = [item.ids for item in encoded]
+        out = []
+        for batch in _batches(texts, self._BATCH_CHARS):
+            out += [item.ids for item in self._model.encode_batch_fast(batch, add_special_tokens=False)]
         for i, ids in enumerate(out):
             # An added token that isn't marked as special is still matched in text.
             if self.eod in ids:

@@ -9,7 +9,7 @@ from megnorm.scaling.approaches import envelope, isoflop
 from megnorm.scaling.bootstrap import bootstrap, check_data, check_fit, interval, resamplings
 from megnorm.scaling.compare import compare
 from megnorm.scaling.errors import ScalingError
-from megnorm.scaling.laws import FORMS, Fit, Form, Points, few_starts, fit_law
+from megnorm.scaling.laws import FORMS, Fit, Form, Points, few_starts, fit_law, one_thread
 from megnorm.scaling.optimum import optimum
 from megnorm.scaling.results import Result, by_scheme, points_of
 
@@ -58,10 +58,14 @@ def analyse(
         f"({'active N' if sparse else 'N with embeddings'}); "
         "compute-optimal N and D are for C = 6 N D"
     )
-    fitted = {
-        scheme: {count: fit_scheme(form, runs, count, f"{scheme}, {COUNTS[count]}", budgets, draws) for count in counts}
-        for scheme, runs in schemes.items()
-    }
+    with one_thread():
+        fitted = {
+            scheme: {
+                count: fit_scheme(form, runs, count, f"{scheme}, {COUNTS[count]}", budgets, draws) for count in counts
+            }
+            for scheme, runs in schemes.items()
+        }
+        comparisons = compare(schemes, form, counts[-1], budgets, draws)
     return {
         "form": form.name,
         "formula": form.formula,
@@ -71,7 +75,7 @@ def analyse(
         "runs": len(results),
         "results": [asdict(run) for run in results],
         "schemes": fitted,
-        "comparisons": compare(schemes, form, counts[-1], budgets, draws),
+        "comparisons": comparisons,
         "compared_with": COUNTS[counts[-1]],
     }
 

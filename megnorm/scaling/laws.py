@@ -7,6 +7,7 @@ nothing more: a constant factor on the objective, or other units of N, D and C, 
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import product
 
@@ -208,6 +209,17 @@ def objective_of(form: Form, points: Points, means: tuple[float, float, float], 
     return objective
 
 
+def one_thread() -> AbstractContextManager:
+    """The fits' matrices are tiny: threads of BLAS would only wait for each other, and fifteen times as long (measured)
+    where other work runs. Raises ScalingError."""
+    try:
+        import scipy.optimize  # noqa: F401  brings the BLAS that is limited
+        from threadpoolctl import threadpool_limits
+    except ImportError as error:
+        raise ScalingError(f'fits need {error.name}: pip install "megnorm[plot]"') from None
+    return threadpool_limits(1, user_api="blas")
+
+
 def minimise(
     objective: Objective, start: np.ndarray, bounds: list, floor: float = 0.0, tolerance: float = 1e-7
 ) -> tuple[np.ndarray, float]:
@@ -215,10 +227,7 @@ def minimise(
 
     floor: a value that counts as zero; tolerance: rounds go on while one lowers the value by a larger share.
     """
-    try:
-        from scipy.optimize import minimize
-    except ImportError:
-        raise ScalingError('fits need scipy: pip install "megnorm[plot]"') from None
+    from scipy.optimize import minimize
 
     theta = np.clip(np.asarray(start, float), *np.array(bounds).T)
     value = objective(theta)[0]

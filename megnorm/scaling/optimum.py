@@ -21,12 +21,12 @@ def optimum(fit: Fit, budget: float) -> Optimum:
     compute = np.log(budget / 6)
     if fit.form.name == "power":
         log_n = (compute + fit.means[0] - fit.means[1]) / 2
-        loss = float(np.exp(fit.log_loss(0.0, 0.0, np.log(budget))[0]))
-        return Optimum(budget, float(np.exp(log_n)), float(np.exp(compute - log_n)), loss)
-    log_a, log_b, alpha, beta = _terms(fit)
-    log_n = (np.log(alpha / beta) + log_a - log_b + beta * compute) / (alpha + beta)
-    loss = float(np.exp(fit.log_loss(log_n, compute - log_n, np.log(budget))[0]))
-    return Optimum(budget, float(np.exp(log_n)), float(np.exp(compute - log_n)), loss)
+    else:
+        log_a, log_b, alpha, beta = _terms(fit)
+        log_n = (np.log(alpha / beta) + log_a - log_b + beta * compute) / (alpha + beta)
+    with np.errstate(over="ignore"):  # a refit of too few runs may put it anywhere
+        loss = np.exp(fit.log_loss(log_n, compute - log_n, np.log(budget))[0])
+        return Optimum(budget, *(float(value) for value in (np.exp(log_n), np.exp(compute - log_n), loss)))
 
 
 def _terms(fit: Fit) -> tuple[float, float, float, float]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from megnorm.config import Config, ConfigError, dump_config, load_config, parse_config
 from megnorm.config.base import Section
@@ -69,6 +69,19 @@ class SweepFile(Section):
     nnodes: int = Field(1, gt=0)
     cost: Cost = Cost()
     slurm: Slurm = Slurm()
+
+    @field_validator("axes", mode="before")
+    @classmethod
+    def labels_are_text(cls, axes: Any) -> Any:
+        """A label that YAML reads as a number stays a label."""
+        if not isinstance(axes, dict):
+            return axes
+        return {axis: {_label(name): keys for name, keys in values.items()} if isinstance(values, dict) else values
+                for axis, values in axes.items()}
+
+
+def _label(name: Any) -> Any:
+    return f"{name:g}" if isinstance(name, (int, float)) else name
 
 
 def read_sweep(path: str | Path) -> SweepFile:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megnorm.data import fast_encoders as module
 from megnorm.data.command import ToolFailure
 from megnorm.data.errors import DataError
-from megnorm.data.fast_encoders import TRICKY, GigatokenEncoder, check_parity, make_encoder, settle_backend
+from megnorm.data.fast_encoders import TRICKY, GigatokenEncoder, check_parity, make_encoder, settle_encoder
 from megnorm.data.preprocess import PreprocessOptions, preprocess
 from megnorm.data.preprocess_encode import insert_ends
 from megnorm.data.tokenizer_training import train_hf_bpe, train_sentencepiece
@@ -53,7 +53,8 @@ def test_equal_ids_for_any_text(folder: Path, name: str, backend: str) -> None:
 
     check()
     check_parity(own, fast, TRICKY)
-    assert settle_backend(own, backend, ["some text"]) == (backend, None)
+    encoder, reason = settle_encoder(own, backend, ["some text"])
+    assert (encoder.backend, reason) == (backend, None)
 
 
 @pytest.mark.parametrize(("name", "backend"), [*PAIRS, ("hf", "native"), ("sp", "native")])
@@ -95,10 +96,10 @@ class Wrong:
 def test_other_ids_are_found_before_use(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = tokenizer(folder, "hf")
     monkeypatch.setitem(module._ENCODERS, "gigatoken", lambda tokenizer: Wrong())
-    used, reason = settle_backend(own, "auto", [])
-    assert used == "native" and reason is not None and "wrong has other ids" in reason
+    used, reason = settle_encoder(own, "auto", [])
+    assert used.backend == "native" and reason is not None and "wrong has other ids" in reason
     with pytest.raises(DataError, match="has other ids than HFTokenizer"):
-        settle_backend(own, "gigatoken", [])
+        settle_encoder(own, "gigatoken", [])
 
 
 def test_other_ids_are_found_in_use(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,19 +143,20 @@ def test_what_tiktoken_cannot_run_is_refused(folder: Path, tmp_path: Path, chang
     (tmp_path / "t.json").write_text(json.dumps(config))
     own = load_tokenizer("HFTokenizer", tmp_path / "t.json")
     with pytest.raises(DataError):
-        settle_backend(own, "tiktoken", [])
-    used, _ = settle_backend(own, "auto", ["Some Text"])
-    check_parity(own, make_encoder(own, used), (*TRICKY, "Some Text"))
+        settle_encoder(own, "tiktoken", [])
+    used, _ = settle_encoder(own, "auto", ["Some Text"])
+    check_parity(own, used, (*TRICKY, "Some Text"))
 
 
 def test_what_a_backend_cannot_run(folder: Path) -> None:
     with pytest.raises(DataError, match="SentencePieceTokenizer can't be run by tiktoken"):
-        settle_backend(tokenizer(folder, "sp"), "tiktoken", [])
+        settle_encoder(tokenizer(folder, "sp"), "tiktoken", [])
     with pytest.raises(DataError, match="ByteTokenizer can't be run by gigatoken"):
-        settle_backend(load_tokenizer("ByteTokenizer"), "gigatoken", [])
+        settle_encoder(load_tokenizer("ByteTokenizer"), "gigatoken", [])
     with pytest.raises(DataError, match="--tokenizer-backend fast, must be one of"):
-        settle_backend(load_tokenizer("ByteTokenizer"), "fast", [])
-    assert settle_backend(load_tokenizer("ByteTokenizer"), "auto", []) == ("native", None)
+        settle_encoder(load_tokenizer("ByteTokenizer"), "fast", [])
+    encoder, reason = settle_encoder(load_tokenizer("ByteTokenizer"), "auto", [])
+    assert (encoder.backend, reason) == ("native", None)
 
 
 def test_the_memory_of_gigatoken_is_given_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,12 @@ def test_a_grid_and_further_cells(sweep_file) -> None:
     assert config.train.steps is None and extra.steps == 5 and extra.seed == 7
 
 
+def test_labels_may_look_like_numbers(sweep_file) -> None:
+    rates = {1e-3: {"optimizer.lr": 1e-3}, 2e6: {"optimizer.lr": 2e-3}, 7: {"optimizer.lr": 7e-3}}
+    assert [cell.labels for cell in made(sweep_file(axes={"rate": rates}))] == [
+        {"rate": "0.001"}, {"rate": "2e6"}, {"rate": "7"}]
+
+
 def test_derived_keys(sweep_file) -> None:
     path = sweep_file(
         set={"tokens_per_parameter": 2, "warmup_share": 0.1, "decay_share": 0.25, "schedule.kind": "wsd"},
