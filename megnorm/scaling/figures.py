@@ -218,6 +218,9 @@ def _law(axes: Any, analysis: dict[str, Any], scheme: str, counted: str, runs: l
         losses = np.exp([one.log_loss(np.log(x), tokens, np.log(x)) for one in [fit, *refits]])
         _banded(axes, x, losses, colour, None if power else f"{count(group[0].tokens)} tokens")
         axes.plot(where, [run.loss for run in group], "o", color=colour, markersize=4.5)
+    losses = [run.loss for run in runs]
+    room = 0.25 * (max(losses) - min(losses)) or 0.1
+    axes.set_ylim(min(losses) - room, max(losses) + room)  # whatever a wide interval does outside
     axes.set_xscale("log")
     axes.set_xlabel("FLOPs" if power else "parameters")
     axes.set_ylabel("loss")
