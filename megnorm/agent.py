@@ -62,6 +62,7 @@ class Failure:
     progress: str = ""
 
     def describe(self) -> str:
+        """One line for people: which rank, where, how far, why."""
         where = f"rank {self.rank} (host {self.host}, pid {self.pid})"
         after = f" after {self.progress}" if self.progress else ""
         if self.message:
@@ -82,6 +83,7 @@ class FreePortRendezvous(StaticTCPRendezvous):
     """Static rendezvous that may listen on port 0, and tells the workers which port it got."""
 
     def next_rendezvous(self) -> RendezvousInfo:
+        """The next meeting of all launchers, with the port that the store really has."""
         info = super().next_rendezvous()
         store_info = RendezvousStoreInfo(self.master_addr, self._store.port)
         return RendezvousInfo(info.store, info.rank, info.world_size, store_info)
@@ -102,6 +104,7 @@ class Bulletin:
         self._thread.start()
 
     def post(self, failures: Sequence[Failure]) -> None:
+        """Replace what this launcher tells the others: the failures of its own workers."""
         self._outgoing = list(failures)
 
     def close(self) -> None:
@@ -137,6 +140,7 @@ class Agent(LocalElasticAgent):
     # ---- signals
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Pass a signal on to the workers; a second interrupt kills them."""
         self.interrupts += number == signal.SIGINT
         if self.interrupts > 1:
             self.signal_workers(signal.SIGKILL)
@@ -281,6 +285,7 @@ class Agent(LocalElasticAgent):
 
 
 def read_text(path: Path) -> str:
+    """The text of a file, "" where there is none."""
     return path.read_text() if path.exists() else ""
 
 
@@ -300,6 +305,7 @@ def read_error(path: Path) -> dict[str, Any]:
 
 
 def say(text: str) -> None:
+    """A message to the user, on stderr."""
     print(f"megnorm: {text}", file=sys.stderr, flush=True)
 
 

@@ -102,6 +102,7 @@ def worker_environment(
 
 
 def cuda_is_available() -> bool:
+    """Whether torch sees a GPU."""
     import torch
 
     return torch.cuda.is_available()

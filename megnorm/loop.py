@@ -77,6 +77,7 @@ class Run:
 
     @property
     def done(self) -> bool:
+        """Whether all steps were made."""
         return self.step >= self.config.total_steps
 
 

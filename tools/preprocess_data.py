@@ -24,6 +24,7 @@ from megnorm.data.tokenizers import TOKENIZER_TYPES
 
 
 def parse() -> PreprocessOptions:
+    """The command line as options."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -34,6 +35,7 @@ def parse() -> PreprocessOptions:
 
 
 def add_input_options(parser: argparse.ArgumentParser) -> None:
+    """What to read and where to write."""
     add = parser.add_argument
     add(
         "--input",
@@ -60,6 +62,7 @@ def add_input_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_tokenizer_options(parser: argparse.ArgumentParser) -> None:
+    """How to tokenize."""
     add = parser.add_argument
     add("--tokenizer-type", required=True, choices=TOKENIZER_TYPES, help="kind of tokenizer")
     add(
@@ -78,6 +81,7 @@ def add_tokenizer_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """How many processes and machines, and what a bad record does."""
     add = parser.add_argument
     add("--workers", type=int, default=1, metavar="N", help="processes; the output doesn't depend on it")
     add(
@@ -98,6 +102,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def to_options(args: argparse.Namespace) -> PreprocessOptions:
+    """The parsed arguments by the names of the library."""
     return PreprocessOptions(
         inputs=tuple(args.input),
         output_prefix=args.output_prefix,
@@ -115,6 +120,7 @@ def to_options(args: argparse.Namespace) -> PreprocessOptions:
 
 
 def show(report: PreprocessReport) -> None:
+    """Print what was written."""
     for k, prefix in enumerate(report.prefixes):
         tokens, size = report.tokens[k], report.text_bytes[k]
         ends = f" ({report.eod_tokens[k]:,} of them ends of documents)" if report.eod_tokens[k] else ""

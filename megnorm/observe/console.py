@@ -26,6 +26,7 @@ class Pace:
         self.rows, self.seconds = 0, 0.0
 
     def add(self, step_seconds: float) -> None:
+        """Take a step's seconds into the running mean."""
         self.rows += 1
         self.seconds = step_seconds if self.rows <= 2 else 0.9 * self.seconds + 0.1 * step_seconds
 

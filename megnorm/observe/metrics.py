@@ -61,6 +61,7 @@ class MetricsWriter:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
+        """Bring everything to the disk and close the file."""
         self.sync()
         self._file.close()
 

@@ -52,6 +52,7 @@ def broken_router(routing: Mapping[int, LayerRouting]) -> str | None:
 
 
 def layer_name(layer: int) -> str:
+    """The name of a block in metrics, by its global number from 0."""
     return f"layers.{layer}"
 
 

@@ -29,14 +29,17 @@ class Activations:
 
     @cached_property
     def itemsize(self) -> int:
+        """Bytes of an activation's number."""
         return 2 if self.config.train.dtype == "bf16" else FP32
 
     @cached_property
     def region(self) -> int:
+        """Tokens of a micro batch inside attention and FFN, whole over the tensor-parallel ranks."""
         return self.config.train.micro_batch * self.config.data.sequence_length // self.layout.cp
 
     @cached_property
     def stream(self) -> int:
+        """Tokens of a micro batch in the stream between them."""
         return self.region // (self.layout.tp if self.layout.sp else 1)
 
     @cached_property
@@ -51,6 +54,7 @@ class Activations:
 
     @cached_property
     def queries(self) -> int:
+        """Bytes of the queries [b, s, H / tp, e]."""
         model = self.config.model
         return self.region * model.heads // self.layout.tp * model.head_size * self.itemsize
 

@@ -49,6 +49,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
+        """Seconds of a step."""
         return sum(getattr(self, part) for part in self.PARTS)
 
 

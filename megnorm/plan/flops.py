@@ -24,14 +24,17 @@ class Flops:
 
     @property
     def total(self) -> int:
+        """FLOPs of a training token, attention over the full square."""
         return self.matmul + self.attention
 
     @property
     def attention_causal(self) -> int:
+        """FLOPs of attention that a causal kernel needs."""
         return self.attention // 2
 
     @property
     def legend(self) -> str:
+        """What the formula's letters mean."""
         return (f"N: weights of matrices and output that a token meets; attention over the full square {self.attention:,}, "
                 f"causal half {self.attention_causal:,}")
 

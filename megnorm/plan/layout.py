@@ -37,6 +37,7 @@ class Layout:
 
     @property
     def world(self) -> int:
+        """Ranks in all."""
         return self.pp * self.dp * self.tp
 
     def coordinates(self, rank: int) -> Coordinates:

@@ -45,6 +45,7 @@ class Layouts:
 
     @property
     def count(self) -> int:
+        """Layouts looked at."""
         return len(self.fitting) + len(self.too_large) + sum(self.refused.values())
 
 

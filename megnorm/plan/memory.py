@@ -58,6 +58,7 @@ class Memory:
 
     @property
     def total(self) -> int:
+        """Bytes of all parts."""
         return sum(getattr(self, part) for part in self.PARTS)
 
 
@@ -92,6 +93,7 @@ class Held(NamedTuple):
 
     @property
     def total(self) -> int:
+        """Parameters of both kinds."""
         return sum(self)
 
 

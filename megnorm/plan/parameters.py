@@ -174,6 +174,7 @@ def head_norm_size(norm: HeadNorm | None, heads: int, head_size: int) -> int:
 
 
 def scale_size(scale: Scale, width: int) -> int:
+    """Learned numbers of a residual or branch scale."""
     return {"no": 0, "scalar": 1, "vector": width}[scale.learned]
 
 

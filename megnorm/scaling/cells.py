@@ -58,14 +58,17 @@ class Cell:
 
     @property
     def name(self) -> str:
+        """The cell's name within the sweep, that of its folder."""
         return Path(self.folder).name
 
     @property
     def path(self) -> Path:
+        """The cell's folder."""
         return Path(self.folder)
 
     @property
     def config(self) -> Path:
+        """The cell's configuration file."""
         return self.path / "cell.yaml"
 
     @property
@@ -94,6 +97,7 @@ class Status:
 
     @property
     def lost(self) -> bool:
+        """Whether it says that it runs, but gave no sign of life for long."""
         return self.state == "running" and time.time() - self.beat > LOST_SECONDS
 
     def over(self, retries: int) -> bool:

@@ -22,6 +22,7 @@ class Verdict:
 
     @property
     def agrees(self) -> bool:
+        """Whether nothing differs."""
         return not self.faults
 
 
