@@ -5,7 +5,7 @@ are:
 
     aux      = n sum_e f_e P_e, f_e: share of expert e in the k T choices, P_e: mean of the scores, normalised to
                sum 1 (arXiv:2101.03961, eq. 4; 1 for even loads)
-    sequence = the same over the tokens of each sequence, mean over sequences (arXiv:2412.19437, eq. 17)
+    sequence = the same over the tokens of each sequence, mean over sequences (arXiv:2412.19437, eq. 17); with bias too
     z        = mean of logsumexp(logits)^2 (arXiv:2202.08906, eq. 5)
 
 Their values are means over the layers with experts and over the micro batches of the global batch. A global batch
@@ -55,12 +55,22 @@ class Router(nn.Module):
         wide = wide_dtype(x)
         logits = F.linear(x.to(wide), self.tp.shared(self.weight).to(wide))
         log_scores = self.log_scores(logits)
-        chosen = largest(log_scores.detach().exp() + self.balance, self.moe.top_k)
+        chosen = self.choose(log_scores.detach().exp() + self.balance)
         chosen_scores = log_scores.gather(-1, chosen)
         gates = self.moe.routed_scale * (chosen_scores.softmax(-1) if self.moe.normalise_top_k else chosen_scores.exp())
         kept = self.limit(chosen) if self.moe.capacity else chosen
         loss, seen = self.losses(logits, log_scores, chosen, kept, documents)
         return kept, Beside.apply(gates, loss, seen, self.layer, self.routing)
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """Of scores [b, s, n] the experts of each token, [b, s, k], among those of its best groups."""
+        moe = self.moe
+        if moe.top_groups < moe.groups:
+            grouped = scores.unflatten(-1, (moe.groups, -1))
+            best = largest(grouped.topk(2, -1).values.sum(-1), moe.top_groups)
+            others = torch.ones(grouped.shape[:-1], dtype=torch.bool, device=scores.device).scatter_(-1, best, False)
+            scores = grouped.masked_fill(others.unsqueeze(-1), -math.inf).flatten(-2)
+        return largest(scores, moe.top_k)
 
     def losses(self, logits: Tensor, log_scores: Tensor, chosen: Tensor, kept: Tensor,
                documents: Documents | None = None) -> tuple[Tensor, Seen]:
@@ -68,7 +78,7 @@ class Router(nn.Module):
         moe, n, (b, s, _) = self.moe, self.moe.experts, chosen.shape
         rows = chosen.new_ones(b, s * self.parts.count, dtype=torch.bool) if documents is None else documents.real
         real = self.parts.own(rows).unsqueeze(-1)  # [b, s, 1]
-        sets = b if moe.balance == "sequence" else 1  # over whose tokens the loads are to be even
+        sets = b if moe.by_sequence else 1  # over whose tokens the loads are to be even
         tokens = rows.view(sets, -1).sum(1, keepdim=True)
         log_p = log_scores.log_softmax(-1)
         p = log_p.exp() * real

@@ -180,6 +180,8 @@ def _experts(moe: Moe) -> str:
     scores = f"{moe.router}(W x)" + (", divided by the sum of those chosen" if moe.normalise_top_k else "")
     choice = f"the {moe.top_k} of {moe.experts} experts e with the largest "
     choice += "s_e + b_e, b moved against the loads" if moe.balance == "bias" else "s_e"
+    if moe.top_groups < moe.groups:
+        choice += f" in the {moe.top_groups} of {moe.groups} groups with the largest sum of two of them"
     factor = "" if moe.routed_scale == 1.0 else f"{moe.routed_scale:.6g} * "
     plural = "s" if moe.shared_experts > 1 else ""
     shared = f"FFN(x) of {moe.shared_experts} shared expert{plural} + " if moe.shared_experts else ""

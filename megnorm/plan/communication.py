@@ -91,8 +91,8 @@ class _Counter:
         return block.moe.experts // self.layout.ep * each
 
     def _loads(self, block: PlannedBlock) -> int:
-        """Bytes of the number of choices of each expert; under "sequence" of each sequence."""
-        sets = self.config.train.micro_batch if block.moe.balance == "sequence" else 1
+        """Bytes of the number of choices of each expert, of each sequence where its balance loss wants them."""
+        sets = self.config.train.micro_batch if block.moe.by_sequence else 1
         return sets * block.moe.experts * INT64
 
     def _gains(self, block: Block) -> int:

@@ -17,9 +17,9 @@ from megnorm.testing.parity import PHASES, in_layout, reference
 from megnorm.testing.ranks import RankFailed, run_ranks
 
 PLAIN = {"experts": 4, "top_k": 2, "ffn_hidden": 16, "aux_weight": 0.1, "z_weight": 0.1}
-# No block with experts on the first of two stages; biases of the balance move, shared experts, biases.
+# No block with experts on the first of two stages; biases of the balance move beside a loss, groups, shared experts.
 BALANCED = {**PLAIN, "layers": "first dense 1", "router": "sigmoid", "normalise_top_k": True, "balance": "bias",
-            "bias_rate": 0.05, "aux_weight": 0.0, "shared_experts": 1}
+            "bias_rate": 0.05, "groups": 2, "top_groups": 1, "shared_experts": 1}
 # By sequence, some tokens dropped, norms inside the experts.
 CAPPED = {**PLAIN, "balance": "sequence", "capacity": 1.0}
 MIDDLE = {"scheme": "hybrid_star", "overrides": {":": {"ffn": {"mid_norm": "default"}}}}

@@ -35,7 +35,11 @@ def config(*overrides, **moe):
     ({"layers": "every 5"}, ("moe.layers='every 5'", "layers=4")),
     ({"layers": "every 0"}, ("layers='every 0'", "first dense K")),
     ({"layers": "odd"}, ("layers='odd'", "every N")),
-    ({"balance": "bias", "aux_weight": 0.1}, ("aux_weight=0.1", "balance=bias")),
+    ({"balance": "none", "aux_weight": 0.1}, ("aux_weight=0.1", "balance=none", "aux or sequence or bias")),
+    ({"groups": 3}, ("groups=3", "experts=8", "1, 2, 4")),
+    ({"groups": 8}, ("groups=8", "1, 2, 4")),
+    ({"groups": 4, "top_k": 5, "top_groups": 2}, ("top_groups=2", "top_k=5", "3 to 4")),
+    ({"groups": 2, "top_groups": 3}, ("top_groups=3", "1 to 2")),
     ({"bias_rate": 0.1}, ("bias_rate=0.1", "balance=aux")),
     ({"preset": "gpt"}, ("model.moe.preset", "deepseek_v3")),
     ({"topk": 2}, ("model.moe.topk", "did you mean 'top_k'")),
@@ -55,7 +59,7 @@ def test_experts_must_fit_the_expert_parallel_ranks():
 
 
 @pytest.mark.parametrize("changes", [{}, {"balance": "bias"}, {"balance": "none", "capacity": 1.25}, {"capacity": "none"},
-                                     *({"preset": name, "experts": 8, "top_k": 2} for name in
+                                     *({"preset": name, "experts": 16, "top_k": 2} for name in
                                        ("olmoe", "mixtral", "qwen3_moe", "deepseek_v3"))])
 def test_a_dump_reads_back_equal(changes):
     given = config(**changes)
@@ -68,7 +72,8 @@ def test_presets_fill_what_is_left_out():
     assert (olmoe.aux_weight, olmoe.z_weight, olmoe.router) == (0.01, 0.001, "softmax")
     changed = Moe(preset="deepseek_v3", ffn_hidden=8, balance="aux", shared_experts=0)
     assert (changed.aux_weight, changed.bias_rate, changed.shared_experts, changed.router) == (0.01, 0.0, 0, "sigmoid")
-    assert Moe(preset="deepseek_v3", ffn_hidden=8).bias_rate == 0.001
+    published = Moe(preset="deepseek_v3", ffn_hidden=8)
+    assert (published.bias_rate, published.aux_weight, published.by_sequence) == (0.001, 0.0001, True)
     assert Moe(preset="mixtral", ffn_hidden=8, balance="none").aux_weight == 0.0
 
 

@@ -66,7 +66,10 @@ def token_loop(layer, model, x):
         for token in sequence:
             scores = scores_of(W["router.weight"] @ token, moe)
             ranked = sorted(range(moe.experts), key=lambda e: -float(scores[e].detach() + balance[e]))
-            chosen = ranked[:moe.top_k]
+            size = moe.experts // moe.groups
+            groups = sorted(range(moe.groups), key=lambda g: -sum(sorted(
+                (float(scores[e].detach() + balance[e]) for e in range(g * size, (g + 1) * size)))[-2:]))
+            chosen = [e for e in ranked if e // size in groups[:moe.top_groups]][:moe.top_k]
             total = sum(scores[e] for e in chosen) if moe.normalise_top_k else 1.0
             y = torch.zeros_like(token)
             for e in chosen:
@@ -83,7 +86,7 @@ CASES = {
     "olmoe": {},
     "mixtral": {"normalise_top_k": True},
     "deepseek": {"router": "sigmoid", "normalise_top_k": True, "routed_scale": 2.5, "shared_experts": 2,
-                 "balance": "bias"},
+                 "balance": "bias", "groups": 3, "top_groups": 2},
     "sigmoid, one expert": {"router": "sigmoid", "top_k": 1, "balance": "sequence"},
     "capacity": {"capacity": 0.7, "router": "sigmoid"},
     "all experts": {"top_k": 6, "balance": "none"},
@@ -133,12 +136,13 @@ def test_gradients_of_the_losses_by_finite_differences():
         assert torch.autograd.gradcheck(loss, inputs(torch.float64, length=4), eps=1e-7)
 
 
-@pytest.mark.parametrize(("balance", "capacity"), [("aux", None), ("sequence", 0.6)])
+@pytest.mark.parametrize(("balance", "capacity"), [("aux", None), ("sequence", 0.6), ("bias", None)])
 def test_losses_in_closed_form(balance, capacity):
     """aux = n sum f P over the micro batch or each sequence, dropped choices too, z = mean logsumexp^2; their gradient
     arrives, times the share that the engine gives; recomputation counts nothing twice."""
     for recompute in ("none", "full"):
-        model = model_config(**moe_model(balance=balance, aux_weight=0.7, z_weight=0.2, capacity=capacity))
+        still = {"bias_rate": 0.0} if balance == "bias" else {}
+        model = model_config(**moe_model(balance=balance, aux_weight=0.7, z_weight=0.2, capacity=capacity, **still))
         module = decoder(model, recompute=recompute)
         routers = {part.layer: part for part in module.modules() if isinstance(part, Router)}
         routing = routers[0].routing
@@ -154,7 +158,7 @@ def test_losses_in_closed_form(balance, capacity):
             its = F.linear(seen[layer], router.weight)
             p = its.softmax(-1)
             counts = F.one_hot(p.topk(2).indices, 6).sum(2).double()
-            per = (counts, p) if balance == "sequence" else (counts.flatten(0, 1)[None], p.flatten(0, 1)[None])
+            per = (counts, p) if balance != "aux" else (counts.flatten(0, 1)[None], p.flatten(0, 1)[None])
             f, mean = per[0].mean(1) / 2, per[1].mean(1)
             aux.append(6 * (f * mean).sum(-1).mean())
             z.append(its.logsumexp(-1).square().mean())

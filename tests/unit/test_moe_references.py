@@ -99,19 +99,21 @@ def test_the_preset_weighs_the_balance_loss_as_transformers_does(name):
 
 
 def test_routes_as_deepseek_v3():
-    """Its own module, with one group of experts: which experts, and their factors; and the preset's numbers."""
+    """Its own module, with groups of experts: which experts, and their factors; and the preset's numbers."""
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
     published = transformers.DeepseekV3Config()
     moe = Moe(preset="deepseek_v3", ffn_hidden=20)
     assert (moe.experts, moe.top_k, moe.shared_experts) == (published.n_routed_experts, published.num_experts_per_tok,
                                                             published.n_shared_experts)
+    assert (moe.groups, moe.top_groups) == (published.n_group, published.topk_group)
     assert (moe.routed_scale, moe.normalise_top_k) == (published.routed_scaling_factor, published.norm_topk_prob)
-    config = transformers.DeepseekV3Config(hidden_size=32, moe_intermediate_size=20, n_routed_experts=8, n_group=1,
-                                           topk_group=1, num_experts_per_tok=3)
+    config = transformers.DeepseekV3Config(hidden_size=32, moe_intermediate_size=20, n_routed_experts=8, n_group=4,
+                                           topk_group=2, num_experts_per_tok=3)
     torch.manual_seed(0)
     theirs = DeepseekV3MoE(config).float()
-    model = model_config(moe={"preset": "deepseek_v3", "experts": 8, "top_k": 3, "ffn_hidden": 20})
+    model = model_config(moe={"preset": "deepseek_v3", "experts": 8, "top_k": 3, "groups": 4, "top_groups": 2,
+                              "ffn_hidden": 20})
     layer = decoder(model, dtype=torch.float32).layers[1].ffn.body
     own = {p.sharding.name.removeprefix("layers.0.ffn."): p for p in layer.parameters()}
     with torch.no_grad():
@@ -126,6 +128,9 @@ def test_routes_as_deepseek_v3():
     unbiased = layer.router(x)[0]
     right = theirs(x)
     assert relative(layer(x), right) < 1e-5
+    layer.router.moe = model.moe.model_copy(update={"top_groups": 4})
+    assert not torch.equal(layer.router(x)[0], unbiased), "the groups decide here"
+    layer.router.moe = model.moe
     layer.router.balance.zero_()
     assert not torch.equal(layer.router(x)[0], unbiased) and relative(layer(x), right) > 1e-2
 
