@@ -33,7 +33,7 @@ setup(
         "hf": HF,
         "eval": ["lm-eval", *HF],
         "plot": PLOT,
-        "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", MEGATRON, *PREPROCESS, *HF, *PLOT],
+        "test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", MEGATRON, *PREPROCESS, *HF, *PLOT],
     },
     entry_points={"console_scripts": ["megnorm = megnorm.cli:main"]},
 )

@@ -13,4 +13,9 @@ PYTHON=${MEGNORM_VENV:-$PWD/.venv}/bin/python
 export OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 export DS_ACCELERATOR=cpu TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 MPLBACKEND=Agg
 
+if [ $# = 0 ]; then
+    # One process a test, so two at a time; a dist test takes all cores by itself.
+    "$PYTHON" -m pytest -n 2 --dist loadfile tests/arch tests/unit </dev/null
+    set -- tests/dist tests/train
+fi
 exec "$PYTHON" -m pytest "$@" </dev/null

@@ -39,7 +39,8 @@ CHANGES = {
     **{f"moe.{name}": (value, {"moe": MOE}) for name, value in {
         "preset": "mixtral", "experts": 8, "top_k": 1, "ffn_hidden": 8, "shared_experts": 1, "router": "sigmoid",
         "normalise_top_k": True, "routed_scale": 2.0, "balance": "sequence", "aux_weight": 0.5, "z_weight": 0.5,
-        "capacity": 0.5, "layers": "every 2"}.items()},
+        "capacity": 0.5, "layers": "every 2", "groups": 2}.items()},
+    "moe.top_groups": (2, {"moe": {**MOE, "groups": 2}}),
 }
 # other code for the same values, a record, whole sections, what acts between steps
 NO_EFFECT = {"norm.backend", "norm.resolved", "norm", "init", "moe.bias_rate"}

@@ -25,6 +25,7 @@ from megnorm.scaling.cells import (
 )
 from megnorm.scaling.commands import scripts, sweep_command
 from megnorm.scaling.errors import ScalingError
+from megnorm.scaling.results import read_results
 from megnorm.scaling.run import Runner, run_all
 from megnorm.scaling.slurm import levels
 from megnorm.scaling.sweep import plan_cells, write_cells
@@ -323,3 +324,17 @@ def wait_until(condition, seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_kept_results_are_those_of_the_tiny_sweep() -> None:
+    """The README's numbers come from runs of the configuration that is there now."""
+    root = Path(__file__).resolve().parents[2] / "configs" / "sweeps"
+    _, planned = plan_cells(
+        root / "tiny.yaml", lambda config: config.model_copy(update={"model": config.model.model_copy(
+            update={"vocab_size": 4096})}))
+    kept = {run.name: run for run in read_results(root / "results" / "tiny.json")[0]}
+    cells = {cell.name: cell for cell, _ in planned if not cell.trunk}
+    assert len(cells) == 36 and kept.keys() == cells.keys()
+    for name, cell in cells.items():
+        run = kept[name]
+        assert (run.parameters, run.tokens, run.lr, run.scheme) == (cell.parameters, cell.tokens, cell.lr, cell.scheme)
