@@ -41,6 +41,9 @@ class Config(Section):
         if self.data.mask_documents and moe is not None and moe.capacity is not None:
             raise ValueError(f"data.mask_documents=true doesn't go with model.moe.capacity={moe.capacity:g}: the earlier "
                              "documents of a row would take places of the later ones; set capacity to none")
+        if self.data.reset_positions and self.model.positions == "none":
+            raise ValueError("data.reset_positions=true has nothing to reset with model.positions=none: leave one of "
+                             "them out")
         return self
 
     @property

@@ -90,7 +90,8 @@ class ModelConfig(Section):
     """A decoder-only transformer. Omitted sizes: kv_heads = heads, head_size = hidden / heads,
     ffn_hidden = 4 hidden (8/3 hidden rounded up to 64 for SwiGLU), vocab_size = the tokenizer's. z_loss:
     weight of (log Z)^2 beside each token's cross entropy (arXiv:2204.02311). moe: experts in place of the FFN,
-    in some blocks or all; the others keep an FFN of ffn_hidden."""
+    in some blocks or all; the others keep an FFN of ffn_hidden. positions: rope turns queries and keys (arXiv:2104.09864);
+    with none only the causal mask tells positions apart (arXiv:2305.19466)."""
 
     layers: int = Field(gt=0)
     hidden: int = Field(gt=0)
@@ -104,6 +105,7 @@ class ModelConfig(Section):
     vocab_size: int | None = Field(None, gt=0)
     pad_vocab_to: int = Field(128, gt=0)
     tie_embeddings: bool = True
+    positions: Literal["rope", "none"] = "rope"
     rope_theta: float = Field(10000.0, gt=0)
     z_loss: float = Field(0.0, ge=0)
     norm: NormConfig = NormConfig()
@@ -140,7 +142,7 @@ class ModelConfig(Section):
             divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
             raise ValueError(f"heads={self.heads} is not divisible by kv_heads={self.kv_heads}: "
                              f"kv_heads may be one of {divisors}")
-        if self.head_size % 2:
+        if self.head_size % 2 and self.positions == "rope":
             raise ValueError(f"head_size={self.head_size} is odd: rotary positions turn pairs of channels")
         return self
 

@@ -25,7 +25,7 @@ class Attention(nn.Module):
     def __init__(self, name: str, common: Common, slots: AttentionSlots, init: BlockInit):
         super().__init__()
         model, tp = common.model, common.tp
-        self.tp, self.rotary, self.core = tp, common.rotary, common.core
+        self.tp, self.turn, self.core, self.head_size = tp, common.turn, common.core, model.head_size
         h, k, e = model.heads, model.kv_heads, model.head_size
         about = {"bias": model.bias, "tp": tp}
         self.q = ColumnLinear(f"{name}.q", model.hidden, h * e, init=init.q, **about)
@@ -46,10 +46,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
         x = self.tp.enter(x)
-        turn = partial(self.rotary, documents=documents)
-        q = self.place_q(self.q(x), self.q_norm, turn, self.rotary.head_size)
-        k = self.place_k(self.k(x), self.k_norm, turn, self.rotary.head_size)
-        v = by_head(self.v_norm(self.v(x)), self.rotary.head_size)
+        turn = partial(self.turn, documents=documents)
+        q = self.place_q(self.q(x), self.q_norm, turn, self.head_size)
+        k = self.place_k(self.k(x), self.k_norm, turn, self.head_size)
+        v = by_head(self.v_norm(self.v(x)), self.head_size)
         context = self.gate(self.ctx_norm(flat(self.core(q, k, v, documents))), x)
         return self.scale_after(self.out(self.scale_before(context)))
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megnorm.config import ModelConfig
 from megnorm.model.core import Core
-from megnorm.model.rotary import Rotary
+from megnorm.model.rotary import NoPositions, Rotary
 from megnorm.model.routing import Routing
 from megnorm.model.scale import StepClock
 from megnorm.parallel.context import WholeContext
@@ -15,13 +15,13 @@ from megnorm.parallel.tokens import SequenceParts
 
 @dataclass(frozen=True)
 class Common:
-    """Sizes, tensor-, context- and expert-parallel ranks, rotary positions, attention core, training step, what
+    """Sizes, tensor-, context- and expert-parallel ranks, how positions turn heads, attention core, training step, what
     routers did."""
 
     model: ModelConfig
     tp: Alone
     cp: WholeContext
-    rotary: Rotary
+    turn: Rotary | NoPositions
     core: Core
     clock: StepClock
     ep: AllExperts

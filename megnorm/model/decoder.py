@@ -17,7 +17,7 @@ from megnorm.model.documents import Documents
 from megnorm.model.init import ends_init
 from megnorm.model.loss import TokenLoss
 from megnorm.model.norm import hidden_norm
-from megnorm.model.rotary import Rotary
+from megnorm.model.rotary import NoPositions, Rotary
 from megnorm.model.routing import Routing
 from megnorm.model.scale import StepClock, make_scale
 from megnorm.parallel.context import WholeContext
@@ -82,7 +82,8 @@ def decoder_layers(model: ModelConfig, placement: Placement, recompute: str, tp:
     ep, routing = ep or AllExperts(), routing or Routing(model)
     core = make_core(placement.attention_scale, placement.attention_softcap)
     core = cp.around(recomputed(core) if recompute == "selective" else core)
-    common = Common(model, tp, cp, Rotary(model.head_size, model.rope_theta, cp.rank), core, clock, ep, routing)
+    turn = Rotary(model.head_size, model.rope_theta, cp.rank) if model.positions == "rope" else NoPositions()
+    common = Common(model, tp, cp, turn, core, clock, ep, routing)
 
     def block(number: int) -> nn.Module:
         built = Block(number, placement.blocks[number], placement.streams, common)

@@ -6,6 +6,13 @@ from torch import Tensor
 from megnorm.model.documents import Documents
 
 
+class NoPositions:
+    """Queries and keys as they are."""
+
+    def __call__(self, x: Tensor, documents: Documents | None = None) -> Tensor:
+        return x
+
+
 class Rotary:
     """Turns channel pairs (i, i + e/2) of position p by the angle p * theta^(-2i/e), taken in fp32.
 

@@ -24,7 +24,7 @@ CHANGES = {
     "layers": (3, {}), "hidden": (48, {"heads": 4, "head_size": 8}), "heads": (8, {}), "kv_heads": (4, {}),
     "head_size": (16, {}), "ffn_hidden": (48, {}), "activation": ("gelu", {}), "bias": (True, {}),
     "vocab_size": (60, {"pad_vocab_to": 64}), "pad_vocab_to": (32, {"vocab_size": 30}),
-    "tie_embeddings": (False, {}), "rope_theta": (100.0, {}), "z_loss": (0.1, {}),
+    "tie_embeddings": (False, {}), "positions": ("none", {}), "rope_theta": (100.0, {}), "z_loss": (0.1, {}),
     "norm.scheme": ("peri", {}), "norm.options": ({"fraction": 0.75}, {"norm.scheme": "mix_ln"}),
     "norm.kind": ("layer", {}), "norm.eps": (0.1, {}), "norm.bias": (True, {}), "norm.gain": ("none", {}),
     "norm.zero_centred": (True, {}), "norm.alpha_init": (0.9, {"norm.kind": "dyt"}),

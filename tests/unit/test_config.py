@@ -191,6 +191,12 @@ def test_documents_that_would_share_places_of_experts(load):
     load(moe.replace("1.5", "none"), "data.mask_documents=true")
 
 
+def test_no_positions(load):
+    assert load("model.positions=none", "model.head_size=15").model.head_size == 15
+    assert refusal(load, "model.positions=none", "data.reset_positions=true").endswith(
+        "data.reset_positions=true has nothing to reset with model.positions=none: leave one of them out")
+
+
 @pytest.mark.parametrize("override", ERRORS)
 def test_golden_errors(load, tmp_path, override):
     message = refusal(load, override)

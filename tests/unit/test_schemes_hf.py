@@ -131,3 +131,50 @@ def test_beam():
     rest = set(dict(theirs.named_parameters())) - set(mapping.values())
     assert rest == {f"model.layers.{n}.self_attn.gate_bias" for n in (0, 1)}  # zero
     compare(model, module, theirs, mapping)
+
+
+LAYER_NORM = {"kind": "layer", "bias": True, "eps": 1e-5}
+# name: our norm section, their embeddings of tokens and positions, norm names (ours: theirs)
+GPTS = {
+    "OpenAIGPT": ({"scheme": "post", **LAYER_NORM}, "tokens_embed", "positions_embed",
+                  {"layers.{}.attention.post_norm": "h.{}.ln_1", "layers.{}.ffn.post_norm": "h.{}.ln_2"}),
+    "GPT2": ({"scheme": "pre", **LAYER_NORM}, "wte", "wpe",
+             {"layers.{}.attention.in_norm": "h.{}.ln_1", "layers.{}.ffn.in_norm": "h.{}.ln_2", "final_norm": "ln_f"}),
+}
+
+
+@pytest.mark.parametrize("name", GPTS)
+def test_the_first_two_gpts(name):
+    """Post-norm and pre-norm with LayerNorm; matrices [in, out], q, k, v in one. Their learned positions are set to 0,
+    ours are off."""
+    transformers = pytest.importorskip("transformers")
+    norm, embedding, positions, norms = GPTS[name]
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 32, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "pad_token_id": None,
+             "attn_implementation": "eager"} | dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)
+    theirs = getattr(transformers, f"{name}LMHeadModel")(getattr(transformers, f"{name}Config")(**sizes)).float().train()
+    model, module = ours_of(norm, positions="none", bias=True, activation="gelu", kv_heads=4, ffn_hidden=128)
+    ours, others = weights(module), dict(theirs.transformer.named_parameters())
+    linears = {"attention.out": "attn.c_proj", "ffn.up": "mlp.c_fc", "ffn.down": "mlp.c_proj"}
+    pairs = {"embedding.weight": (f"{embedding}.weight", lambda w: w)}
+    for n in range(2):
+        for mine, their in linears.items():
+            pairs[f"layers.{n}.{mine}.weight"] = f"h.{n}.{their}.weight", lambda w: w.T
+            pairs[f"layers.{n}.{mine}.bias"] = f"h.{n}.{their}.bias", lambda b: b
+        for i, letter in enumerate("qkv"):
+            part = slice(32 * i, 32 * (i + 1))
+            pairs[f"layers.{n}.attention.{letter}.weight"] = f"h.{n}.attn.c_attn.weight", lambda w, p=part: w[:, p].T
+            pairs[f"layers.{n}.attention.{letter}.bias"] = f"h.{n}.attn.c_attn.bias", lambda b, p=part: b[p]
+        for mine, their in norms.items():
+            for end, theirs_end in (("gain", "weight"), ("bias", "bias")):
+                pairs[f"{mine.format(n)}.{end}"] = f"{their.format(n)}.{theirs_end}", lambda g: g
+    assert sorted(pairs) == sorted(ours) and {their for their, _ in pairs.values()} == set(others) - {f"{positions}.weight"}
+    with torch.no_grad():
+        others[f"{positions}.weight"].zero_()
+        for mine, (their, view) in pairs.items():
+            view(others[their]).copy_(ours[mine])
+    logits, right = losses(module, theirs, model)
+    assert right.std() > 0.3 and relative(logits, right) < 1e-5
+    for mine, (their, view) in pairs.items():
+        expected = view(others[their].grad)
+        assert (ours[mine].grad - expected).norm() < 1e-5 * max(expected.norm(), 1e-2), mine  # k's bias: 0 in theory
