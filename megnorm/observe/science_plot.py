@@ -57,8 +57,8 @@ def draw_depth(pyplot, result: dict[str, Any]):
     """Loss curves without warm-up, a panel for each learning rate."""
     schemes = result["schemes"]
     rates = list(next(iter(schemes.values())))
-    figure, axes = pyplot.subplots(1, len(rates), figsize=(12.4, 5.0), sharey=True)
-    figure.subplots_adjust(left=0.055, right=0.885, top=0.79, bottom=0.125, wspace=0.4)
+    figure, axes = pyplot.subplots(1, len(rates), figsize=(14.0, 5.0), sharey=True)
+    figure.subplots_adjust(left=0.05, right=0.88, top=0.79, bottom=0.125, wspace=0.58)
     _title(figure, "64 layers without warm-up",
            "training loss in nats per token over steps, constant learning rate, hidden 64; "
            "dashed: what token frequencies alone give")
