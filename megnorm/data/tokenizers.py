@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -55,6 +56,14 @@ def _batches(texts: Sequence[str], chars: int) -> Iterator[list[str]]:
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def release_memory() -> None:
+    """Gives freed memory back to the system, where the C library can."""
+    import ctypes
+
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class ByteTokenizer:
@@ -128,6 +137,8 @@ class HFTokenizer:
         out = []
         for batch in _batches(texts, self._BATCH_CHARS):
             out += [item.ids for item in self._model.encode_batch_fast(batch, add_special_tokens=False)]
+            if sum(map(len, batch)) > 2 * self._BATCH_CHARS:  # a long text's memory would stay with the allocator
+                release_memory()
         for i, ids in enumerate(out):
             # An added token that isn't marked as special is still matched in text.
             if self.eod in ids:
