@@ -34,6 +34,7 @@ CASES: dict[str, tuple[int, str]] = {
     "small_batch_dp2_zero2": (2, f"parallel.zero_stage=2 {SMALL}"),
     "small_batch_dp2_zero3": (2, f"parallel.zero_stage=3 {SMALL}"),
     "small_batch_dp2_zero1_bf16": (2, f"train.dtype=bf16 {SMALL}"),
+    "small_batch_dp2_zero2_bf16": (2, f"parallel.zero_stage=2 train.dtype=bf16 {SMALL}"),
     "small_batch_dp2_zero3_bf16": (2, f"parallel.zero_stage=3 train.dtype=bf16 {SMALL}"),
     "selective": (1, "parallel.zero_stage=0 parallel.recompute=selective data.sequence_length=512"),
     "recompute": (1, "parallel.zero_stage=0 parallel.recompute=full model.layers=8"),

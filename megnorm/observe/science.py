@@ -107,10 +107,10 @@ def collect_depth(runs: dict[str, Path]) -> dict[str, Any]:
 
 
 def state(loss: float, unigram: float, uniform: float) -> str:
-    """diverged: not finite, or worse than no model at all; stuck: context brought nothing; learned."""
+    """diverged: not finite, or worse than no model at all; stuck: context brought less than 1 %; learned."""
     if not loss <= uniform:
         return "diverged"
-    return "learned" if loss < unigram else "stuck"
+    return "learned" if loss < 0.99 * unigram else "stuck"
 
 
 def unigram_entropy(config: Config) -> float:

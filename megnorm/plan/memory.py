@@ -193,8 +193,11 @@ class _Engine:
 
     @property
     def bucket(self) -> int:
-        """Bytes of the buffer in which gradients are reduced; bf16 stage 1 reduces them where they are."""
-        return BUCKET * self.itemsize if self.stage >= 2 or (self.stage == 1 and self.itemsize == FP32) else 0
+        """Bytes of the buffer in which gradients are reduced; bf16 stage 1 reduces them where they are, stage 3 always in
+        fp32."""
+        if self.stage == 3:
+            return BUCKET * FP32
+        return BUCKET * self.itemsize if self.stage == 2 or (self.stage == 1 and self.itemsize == FP32) else 0
 
     def loose(self, largest: int) -> int:
         """Bytes of a gradient of ``largest`` elements on its way to where it is added up."""
@@ -258,6 +261,10 @@ def _moments(config: Config, layout: Layout, stage: int, device: str, shape: Sha
     if engine.stage in (1, 2) and engine.bucket:  # a flat copy of the bucket; at stage 1 pieces of it too, as measured
         flat = engine.itemsize * min(parameters.total, BUCKET)
         found.append(moment("reduction of gradients", batches, flat * 7 // 4 if engine.stage == 1 else flat))
+    if engine.stage == 3 and engine.itemsize == 2:
+        # The bucket's part in use twice more, flat and in fp32, when no weights are gathered any longer.
+        flat = 2 * FP32 * min(parameters.total, BUCKET) - engine.itemsize * min(parameters.total, GATHERED)
+        found.append(moment("reduction of gradients", batches, before + flat + engine.loose(matrix)))
     if engine.stage == 3:
         found.append(moment("gathering of weights", every + engine.itemsize * min(parameters.total, PREFETCH), before))
     if final:

@@ -30,7 +30,8 @@ def test_estimate_is_close_to_the_measured_peak(world: int, changes: dict) -> No
     least = [float("inf")] * world
     for _ in range(3):
         measured = run_ranks(measure_step, world, config, timeout=300.0)
-        for one in measured:
+        for one, estimate in zip(measured, estimates, strict=True):
+            assert one.bucket == estimate.bucket
             assert one.between < one.peak == sum(one.tensors) - sum(t for t in one.tensors if t >= 1e9)
         least = [min(one, other.peak) for one, other in zip(least, measured, strict=True)]
         if right == pytest.approx(least, rel=0.1):

@@ -78,7 +78,7 @@ def test_thousands_of_ranks_without_starting_them() -> None:
     ("bf16", 0, 2, 4, 12 / 8, 0),
     ("bf16", 1, 2, 4, 12 / 8, 0),
     ("bf16", 2, 2, 4 / 8, 12 / 8, 2 * BUCKET),
-    ("bf16", 3, 2 / 8, 4 / 8, 12 / 8, 2 * BUCKET),
+    ("bf16", 3, 2 / 8, 4 / 8, 12 / 8, 4 * BUCKET),
 ])
 def test_bytes_of_a_parameter(dtype, stage, weights, gradients, optimizer, bucket) -> None:
     config = make({"zero_stage": stage}, {"dtype": dtype})
