@@ -36,6 +36,8 @@ CASES: dict[str, tuple[int, str]] = {
     "small_batch_dp2_zero1_bf16": (2, f"train.dtype=bf16 {SMALL}"),
     "small_batch_dp2_zero2_bf16": (2, f"parallel.zero_stage=2 train.dtype=bf16 {SMALL}"),
     "small_batch_dp2_zero3_bf16": (2, f"parallel.zero_stage=3 train.dtype=bf16 {SMALL}"),
+    "small_batches_dp2_zero2_bf16": (2, f"parallel.zero_stage=2 train.dtype=bf16 {SMALL} train.global_batch=8"),
+    "small_batches_dp2_zero3_bf16": (2, f"parallel.zero_stage=3 train.dtype=bf16 {SMALL} train.global_batch=8"),
     "selective": (1, "parallel.zero_stage=0 parallel.recompute=selective data.sequence_length=512"),
     "recompute": (1, "parallel.zero_stage=0 parallel.recompute=full model.layers=8"),
     "untied_peri": (1, "parallel.zero_stage=0 model.tie_embeddings=false model.norm=peri"),

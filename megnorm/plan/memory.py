@@ -258,13 +258,8 @@ def _moments(config: Config, layout: Layout, stage: int, device: str, shape: Sha
     found = [moment("backward pass of the last block", every + transient(blocks[-1]), before + tied),
              moment("backward pass of the first block", left + transient(blocks[0]), after + tied),
              moment("update", batches, after + _update(engine, parameters))]
-    if engine.stage in (1, 2) and engine.bucket:  # a flat copy of the bucket; at stage 1 pieces of it too, as measured
-        flat = engine.itemsize * min(parameters.total, BUCKET)
-        found.append(moment("reduction of gradients", batches, flat * 7 // 4 if engine.stage == 1 else flat))
-    if engine.stage == 3 and engine.itemsize == 2:
-        # The bucket's part in use twice more, flat and in fp32, when no weights are gathered any longer.
-        flat = 2 * FP32 * min(parameters.total, BUCKET) - engine.itemsize * min(parameters.total, GATHERED)
-        found.append(moment("reduction of gradients", batches, before + flat + engine.loose(matrix)))
+    found += [moment("reduction of gradients", batches, held)
+              for held in _reduction(engine, parameters, before, after, engine.loose(matrix))]
     if engine.stage == 3:
         found.append(moment("gathering of weights", every + engine.itemsize * min(parameters.total, PREFETCH), before))
     if final:
@@ -273,6 +268,18 @@ def _moments(config: Config, layout: Layout, stage: int, device: str, shape: Sha
     if stage == 0:
         found.append(moment("gradient of the embedding", acts.hidden + batches, after + tied + engine.loose(matrix)))
     return found
+
+
+def _reduction(engine: _Engine, parameters: Held, before: int, after: int, loose: int) -> list[int]:
+    """Bytes of gradients while the bucket is reduced, as measured; none where it is no moment of its own."""
+    part = min(parameters.total, BUCKET)
+    if engine.stage == 3 and engine.itemsize == 2:  # in fp32, flat and once more; weights are no longer gathered
+        return [before + 2 * FP32 * part - engine.itemsize * min(parameters.total, GATHERED) + loose]
+    if engine.stage == 2 and engine.itemsize == 2:  # flat in fp32; this rank's share of the sums, and a copy of it
+        return [after + FP32 * part + FP32 * engine.shard(parameters)]
+    if engine.stage in (1, 2) and engine.bucket:  # flat; at stage 1 pieces of it too
+        return [engine.itemsize * part * 7 // 4 if engine.stage == 1 else engine.itemsize * part]
+    return []
 
 
 def _update(engine: _Engine, parameters: Held) -> int:
