@@ -104,7 +104,7 @@ def compare(world: int, config: Config) -> tuple[Memory, Measured]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help="default: all of them")
-    parser.add_argument("--repeat", type=int, default=3, help="runs of a case with several ranks (default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=5, help="runs of a case with several ranks (default: %(default)s)")
     args = parser.parse_args()
     if args.repeat < 1:
         parser.error("--repeat must be at least 1")
