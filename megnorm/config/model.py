@@ -90,8 +90,8 @@ class ModelConfig(Section):
     """A decoder-only transformer. Omitted sizes: kv_heads = heads, head_size = hidden / heads,
     ffn_hidden = 4 hidden (8/3 hidden rounded up to 64 for SwiGLU), vocab_size = the tokenizer's. z_loss:
     weight of (log Z)^2 beside each token's cross entropy (arXiv:2204.02311). moe: experts in place of the FFN,
-    in some blocks or all; the others keep an FFN of ffn_hidden. positions: rope turns queries and keys (arXiv:2104.09864);
-    with none only the causal mask tells positions apart (arXiv:2305.19466)."""
+    in some blocks or all; the others keep an FFN of ffn_hidden. positions: rope turns queries and keys
+    (arXiv:2104.09864); with none only the causal mask tells positions apart (arXiv:2305.19466)."""
 
     layers: int = Field(gt=0)
     hidden: int = Field(gt=0)

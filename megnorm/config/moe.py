@@ -35,8 +35,9 @@ class Moe(Section):
 
     balance: aux and sequence are losses with weight aux_weight, see megnorm.model.router; bias chooses by
     s_e + b_e, where after each step b_e grows or shrinks by bias_rate for an expert that got less or more than the
-    mean (arXiv:2408.15664), and an aux_weight above 0 adds the loss of sequence to that. z_weight: of the mean of logsumexp(logits)^2 (arXiv:2202.08906). Both losses are means
-    over the layers with experts: a weight that is meant for their sum over layers is to be multiplied by their number.
+    mean (arXiv:2408.15664), and an aux_weight above 0 adds the loss of sequence to that. z_weight: of the mean of
+    logsumexp(logits)^2 (arXiv:2202.08906). Both losses are means over the layers with experts: a weight that is meant
+    for their sum over layers is to be multiplied by their number.
 
     capacity: c lets each expert take the first c top_k s / experts tokens, rounded up, of a sequence of s, and
     drops the rest; "none" drops nothing.
@@ -104,11 +105,11 @@ class Moe(Section):
         size, left = divmod(self.experts, self.groups)
         if left or (self.groups > 1 and size < 2):
             fitting = [n for n in range(1, self.experts // 2 + 1) if self.experts % n == 0]
-            raise ValueError(f"groups={self.groups} doesn't cut experts={self.experts} into equal groups of at least 2: "
-                             f"groups may be {', '.join(map(str, fitting)) or '1'}")
+            raise ValueError(f"groups={self.groups} doesn't cut experts={self.experts} into equal groups of at least "
+                             f"2: groups may be {', '.join(map(str, fitting)) or '1'}")
         if self.top_groups > self.groups or self.top_k > self.top_groups * size:
-            raise ValueError(f"top_groups={self.top_groups} of groups={self.groups} must hold top_k={self.top_k} experts "
-                             f"({size} a group): it may be {-(-self.top_k // size)} to {self.groups}")
+            raise ValueError(f"top_groups={self.top_groups} of groups={self.groups} must hold top_k={self.top_k} "
+                             f"experts ({size} a group): it may be {-(-self.top_k // size)} to {self.groups}")
         return self
 
     @property

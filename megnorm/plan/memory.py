@@ -193,8 +193,8 @@ class _Engine:
 
     @property
     def bucket(self) -> int:
-        """Bytes of the buffer in which gradients are reduced; bf16 stage 1 reduces them where they are, stage 3 always in
-        fp32."""
+        """Bytes of the buffer in which gradients are reduced; bf16 stage 1 reduces them where they are, stage 3
+        always in fp32."""
         if self.stage == 3:
             return BUCKET * FP32
         return BUCKET * self.itemsize if self.stage == 2 or (self.stage == 1 and self.itemsize == FP32) else 0

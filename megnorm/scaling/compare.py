@@ -41,7 +41,7 @@ def matched(first: list[Result], second: list[Result]) -> list[tuple[Result, Res
     free, pairs = list(second), []
 
     def apart(run: Result, other: Result) -> float:
-        return abs(np.log((other.active or other.parameters) / (run.active or run.parameters)))
+        return abs(np.log(other.computing / run.computing))
 
     for run in first:
         same = [

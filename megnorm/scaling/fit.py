@@ -50,9 +50,9 @@ def analyse(
     if len(counts) == 1:
         notes.append("the results have no column non_embedding, so N with embeddings is all there is")
     # Where there are experts, only the active parameters stand for compute.
-    sparse = any(run.active not in (None, run.parameters) for run in results)
+    sparse = any(run.computing != run.parameters for run in results)
     counts += ["active"] * (sparse and all(run.active for run in results))
-    ratio = np.array([run.flops / (6 * (run.active or run.parameters) * run.tokens) for run in results])
+    ratio = np.array([run.flops / (6 * run.computing * run.tokens) for run in results])
     notes.append(
         f"the runs' FLOPs are {ratio.min():.2f} to {ratio.max():.2f} times 6 N D "
         f"({'active N' if sparse else 'N with embeddings'}); "

@@ -35,6 +35,11 @@ class Result:
     lr: Any = None
     active: float | None = None
 
+    @property
+    def computing(self) -> float:
+        """The N that stands for compute: the active parameters, where the table has them."""
+        return self.active or self.parameters
+
     def size(self, count: str) -> float | None:
         """N; count says which one is meant: "total", "non_embedding" or "active"."""
         return self.parameters if count == "total" else getattr(self, count)
